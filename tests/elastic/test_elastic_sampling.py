@@ -146,3 +146,67 @@ def refused(rank, size):
 
 def test_bad_arguments_are_named(tmp_path):
     run_well(1, refused, tmp_path)
+
+
+def test_states_between_two_passes_begin_the_next_one(tmp_path):
+    ps.init(elastic=True, rank=0, world_size=1)
+    try:
+        data = TensorDataset(torch.arange(10, dtype=torch.int64))
+        sampler = ps.ElasticSampler(data, batch_size=2, shuffle=False)
+        everything = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+        before = sampler.state_dict()
+        assert list(sampler) == everything
+        after_one = sampler.state_dict()
+        sampler.set_epoch(1)
+        before_two = sampler.state_dict()
+        for state, epoch, batches in [
+            (before, 0, everything),
+            (after_one, 0, []),
+            (after_one, 1, everything),
+            (before_two, 1, everything),
+        ]:
+            other = ps.ElasticSampler(data, batch_size=2, shuffle=False)
+            other.load_state_dict(state)
+            assert other.state_dict() == state
+            other.set_epoch(epoch)
+            assert list(other) == batches, (state, epoch)
+        passing = iter(sampler)
+        next(passing)
+        middle = sampler.state_dict()
+        other = ps.ElasticSampler(data, batch_size=2, shuffle=False)
+        other.load_state_dict(middle)
+        assert other.state_dict() == middle and list(other) == everything[1:]
+    finally:
+        ps.shutdown()
+
+
+def by_two_optimizers(rank, size):
+    model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
+    first = torch.optim.SGD(model[0].parameters(), lr=1e-4)
+    model, (first, second) = ps.distribute(model, [first, torch.optim.Adam(model[1].parameters(), lr=1e-4)])
+    changes, seen = [], []
+    ps.on_members_changed(changes.append)
+    data = TensorDataset(torch.arange(60, dtype=torch.float32).view(60, 1))
+    loader = DataLoader(data, batch_sampler=ps.ElasticSampler(data, batch_size=2, shuffle=False))
+    for step, (batch,) in enumerate(loader, start=1):
+        if rank == 1 and step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += [(step, int(sample)) for sample in batch.flatten()]
+        model(batch).sum().backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    ps.synchronize()
+    return seen, changes
+
+
+def test_several_optimizers_make_one_step_together(tmp_path):
+    outcomes = run(3, by_two_optimizers, tmp_path, **OPTIONS)
+    left = [outcomes[rank] for rank in (0, 2)]
+    assert [one.error for one in left] == [None, None]
+    (change,) = left[0].value[1]
+    assert left[1].value[1] == [change]
+    assert change.step in (4, 5, 6) and change.whole_steps in (2, 3, 4)
+    seen = [sample for one in left for _, sample in one.value[0]]
+    by_lost = {sample for step in range(change.whole_steps) for sample in range(6 * step + 2, 6 * step + 4)}
+    assert {*seen} | by_lost == {*range(60)} and len(seen) == len({*seen})

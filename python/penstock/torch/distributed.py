@@ -341,7 +341,8 @@ class Distributed:
     def _look_for_members(self) -> None:
         """A step is over: if it is one of those that are counted, who takes part from now on is taken up."""
         if self.membership is not None and self.moments.counting in (None, self.gradients.id):
-            self.membership.look(self.gradients.step, self.gradients.id)
+            # Rounds, of which several optimizers of the model have one together.
+            self.membership.look(self.gradients.closed, self.gradients.id)
 
     def end_observation(self) -> None:
         """The first step is made: what was seen until now says who reads which parameter."""

@@ -7,6 +7,7 @@ in no whole step go back to the end of the queue.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
@@ -93,11 +94,8 @@ class Deal:
 
         Not before: all ranks do so at the same batch.
         """
-        for rank in before.members:
-            if rank not in after.members:
-                self._whole[rank] = after.whole_steps
-        for rank in sorted(self._whole):
-            whole = self._whole[rank] = min(self._whole[rank], after.whole_steps)
+        _count_whole(self._whole, before, after)
+        for rank, whole in sorted(self._whole.items()):
             kept = []
             for step, samples in self._dealt.get(rank, []):
                 if step > whole:
@@ -111,11 +109,33 @@ class Deal:
         for rank, batches in self._dealt.items():
             self._dealt[rank] = [batch for batch in batches if batch[0] > steps]
 
-    def unused(self, steps: int | None) -> list[int]:
+    def unused(self, steps: int | None, log: Sequence[MembershipEpoch] = ()) -> list[int]:
         """Samples that are in no batch of the first so many steps, in order; None: those that are not dealt."""
-        known = [] if steps is None else [batch for batches in self._dealt.values() for batch in batches]
-        dealt = sorted((batch for batch in known if steps is None or batch[0] > steps), key=lambda batch: batch[0])
-        return [*(sample for _, samples in dealt for sample in samples), *self._queue]
+        return [*([] if steps is None else self.dealt_in_vain(steps, log)), *self._queue]
+
+    def dealt_in_vain(self, steps: int, log: Sequence[MembershipEpoch] = ()) -> list[int]:
+        """Samples that are dealt, and in no batch of the first so many steps, in order.
+
+        Args:
+            steps: That were made.
+            log: All epochs of members so far. What a rank had of steps that were not whole without it is unused, too,
+                also before others take that up.
+        """
+        whole = dict(self._whole)
+        for before, after in itertools.pairwise(log[self.taken_up - 1 :]):
+            _count_whole(whole, before, after)
+        known = ((step, rank, samples) for rank, batches in self._dealt.items() for step, samples in batches)
+        dealt = sorted((one for one in known if one[0] > min(steps, whole.get(one[1], steps))), key=lambda one: one[0])
+        return [sample for _, _, samples in dealt for sample in samples]
+
+
+def _count_whole(whole: dict[int, int], before: MembershipEpoch, after: MembershipEpoch) -> None:
+    """In how many steps each lost rank has been whole, as of the next epoch."""
+    for rank in before.members:
+        if rank not in after.members:
+            whole[rank] = after.whole_steps
+    for rank in whole:
+        whole[rank] = min(whole[rank], after.whole_steps)
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -178,11 +198,15 @@ class ElasticSampler(Sampler[list[int]]):
         self._drop_last = drop_last
         self._batches_per_step = batches_per_step
         self._epoch = 0
-        self._given: list[int] | None = None
+        self._given: list[int] | None = None  # what the next pass is to deal, of one that was loaded
+        self._more: list[int] = []  # what it is to deal besides
         self._deal: Deal | None = None
+        self._deals_epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; call it before each, alike on all ranks."""
+        if epoch != self._epoch:
+            self._given = None  # of another pass
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -193,6 +217,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order, self._given = self._order() if self._given is None else self._given, None
+        order, self._more = [*order, *self._more], []
         made = 0 if self._membership is None else self._membership.steps
 
         def step_of(number: int) -> int:
@@ -203,6 +228,7 @@ class ElasticSampler(Sampler[list[int]]):
             before.forget(made - 3)  # averages of the last steps may not be in
         first = 1 if before is None else before.taken_up
         self._deal = deal = Deal(order, self._batch_size, self._drop_last, step_of, first, before)
+        self._deals_epoch = self._epoch
         while True:
             if self._membership is not None:
                 self._membership.begin_step(step_of(deal.number))
@@ -224,13 +250,23 @@ class ElasticSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: its number, and the samples that are in no step that was made. The same on all ranks.
 
-        A job that is not elastic counts no steps: samples that were read ahead count as used.
+        Of a pass that has yet to begin, those of the last one that are to come in it. A job that is not elastic counts
+        no steps: samples that were read ahead count as used.
         """
         made = None if self._membership is None else self._membership.steps
-        unused = None if self._deal is None else self._deal.unused(made)
-        return {"epoch": self._epoch, "unused": unused}
+        unused, more = self._given, self._more
+        if self._deal is not None and self._deals_epoch == self._epoch:
+            unused = self._deal.unused(made, self._log())
+        elif self._deal is not None and made is not None:
+            more = [*more, *self._deal.dealt_in_vain(made, self._log())]
+        return {"epoch": self._epoch, "unused": unused, "more": more}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass go on where another one was, whoever were its members."""
+        """Let the next pass go on where another one was, whoever were its members.
+
+        `set_epoch` with that pass's number changes nothing; with another number it begins that one.
+        """
         self._epoch = state["epoch"]
         self._given = None if state["unused"] is None else [*state["unused"]]
+        self._more = [*state.get("more", ())]
+        self._deal, self._deals_epoch = None, None
