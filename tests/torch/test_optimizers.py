@@ -165,6 +165,7 @@ def test_ranks_agree_and_equal_one_process(size, lazy):
 def test_a_late_network_costs_no_more_than_one_call_per_layer_and_an_early_one_a_single_call(monkeypatch):
     monkeypatch.setattr("penstock.torch.updates.partial.CUT_MIN_BYTES", 1 << 30)
     calls = []
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first of a class gives it hooks
     plain = torch.optim.SGD.step.__wrapped__
 
     def counted(optimizer):
@@ -313,3 +314,33 @@ def test_updates_that_are_in_are_applied_instead_of_waiting():
     for done_at_first_wait, other_done in run(main, 2):
         assert done_at_first_wait == [True], "the last layer's update is applied before the only wait"
         assert not other_done, "what is not in is not waited for"
+
+
+def test_a_parameter_of_two_optimizers_is_updated_by_both_in_turn():
+    """Whether averages have come by the second step or not."""
+
+    def make_both():
+        model = make()
+        body, both, head = model[0], model[2], model[4]
+        first = torch.optim.SGD([*body.parameters(), *both.parameters()], lr=0.1, momentum=0.9)
+        second = torch.optim.Adam([{"params": head.parameters(), "lr": 0.02}, {"params": both.parameters()}], lr=0.05)
+        return model, first, second
+
+    def train_both(model, first, second, rank):
+        for step in range(4):
+            first.zero_grad()
+            second.zero_grad()
+            loss_of(model, rank, step).backward()
+            first.step()
+            second.step()
+        return values(model)
+
+    def as_rank(rank, engine):
+        model, *optimizers = make_both()
+        model, optimizers = distribute(model, optimizers)
+        return train_both(model, *optimizers, 0)
+
+    expected = train_both(*make_both(), 0)
+    for lazy in (True, False):
+        for found in run(as_rank, lazy=lazy):
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -104,6 +104,7 @@ class Updates(PatchedOptimizer):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self._distributed.before_step()
         self.finish_all()
+        self._finish_others()
         whole = self._reason_for_whole(closure)
         if whole is not None or args or kwargs:
             return self._step_whole(whole, closure, *args, **kwargs)
@@ -113,6 +114,16 @@ class Updates(PatchedOptimizer):
                 self._take_gradients()
         self._distributed.after_step()
         return None
+
+    def _finish_others(self) -> None:
+        """What another optimizer has yet to do to a parameter of this one comes first."""
+        others = [one for one in self._distributed.updates if one is not self and isinstance(one, Updates)]
+        if not any(other._waiting for other in others):
+            return
+        mine = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        for other in others:
+            if any(id(slot.param) in mine for slots in other._waiting.values() for slot in slots):
+                other.finish_all()
 
     def has_stepped(self, *, writes_gradients: bool) -> None:
         """Its first step was the optimizer's own.

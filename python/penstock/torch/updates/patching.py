@@ -37,6 +37,7 @@ class Trained(DistributedModel, Protocol):
         synchronous: Why nothing may be left outstanding, if so.
         observed: Whether it is known who reads which parameter.
         uneven: Whether ranks may have no batch left (join).
+        updates: Its optimizers.
     """
 
     gradients: Gradients
@@ -44,6 +45,7 @@ class Trained(DistributedModel, Protocol):
     synchronous: str | None
     observed: bool
     uneven: bool
+    updates: list[PatchedOptimizer]
 
     def before_step(self) -> None:
         """Nothing of the previous step may be outstanding when the next begins."""
