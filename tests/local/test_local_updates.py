@@ -223,6 +223,7 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd(tmp_path):
 OUTERS = [
     lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.5, dampening=0.1, weight_decay=0.01),
     lambda params: torch.optim.Adam(params, lr=0.1, betas=(0.8, 0.9), amsgrad=True),
+    lambda params: torch.optim.SGD(params, lr=torch.tensor(0.7, dtype=torch.float64), momentum=0.5),
     lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
     lambda params: torch.optim.Adagrad(params, lr=0.1),
     lambda params: torch.optim.RMSprop(params, lr=0.1, centered=True),

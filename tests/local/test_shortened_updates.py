@@ -355,6 +355,11 @@ def scheduled(rank, size):
     group["lr"] = 0.1 + rank
     with pytest.raises(ps.ModelMismatch, match=r"the outer optimizer is .*'lr': 0.1.* on rank 0, .*'lr': 1.1.* rank 1"):
         optimizer.step()
+    for wire in WIRES:
+        model = Layers()
+        outer = torch.optim.SGD(model.parameters(), lr=0.5 + rank)
+        with pytest.raises(ps.ModelMismatch, match=r"the outer optimizer is .*'lr': 0.5.* on rank 0"):
+            ps.DiLoCo(model, Drift(model, rank), outer, 2, wire=wire)
 
 
 # What goes wrong

@@ -152,6 +152,7 @@ class Choice:
         self._forget()
         self._sent: Tensor | None = None  # facts on their way
         self._step = 0
+        self._rests = False  # for good
         self.id = engine.open_book(name, [name], [("facts", 0, "f64", self._ranks * self._width)])
         self._hooks: list[tuple[nn.Module, Any]] = []
         if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks: its samples stay unknown
@@ -287,6 +288,7 @@ class Choice:
 
     def rest(self) -> None:
         """Nothing is measured, and nothing chosen: ranks are at different steps."""
+        self._rests = True
         self._step = sys.maxsize
         self._count(False)
 
@@ -308,6 +310,8 @@ class Choice:
         self._count(is_due(step + 1))
         schemes = self.coordinator.adopt(measured)
         self._apply({name: schemes[name] for name in self._names})
+        if self._rests:
+            self.rest()
 
 
 def _first_tensor(values: Sequence[Any]) -> Tensor | None:

@@ -177,7 +177,14 @@ def options_of(outer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     options.pop("differentiable", None)  # `described` refuses it
     if isinstance(outer, AdamW) or (isinstance(outer, Adam) and not options.get("decoupled_weight_decay", False)):
         options.pop("decoupled_weight_decay", None)  # that is what AdamW is
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return {name: _plain(value) for name, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    """As it is now: schedulers change a learning rate that is a tensor in place."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def agree(engine: Engine, caller: str, facts: Iterable[tuple[str, Any]], error: ConfigError | None) -> None:

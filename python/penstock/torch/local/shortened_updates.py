@@ -70,11 +70,15 @@ class ShortenedUpdates:
         self._of = {name: fragment for fragment in self._fragments for name in fragment.places}
         self._outer = outer
         self._optimizer = named(CALLER, type(outer), self._present(), 1 / size)
+        self._agree(self._optimizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-outer")
         self._round: Future[None] | None = None
 
     def _present(self) -> dict[str, Any]:
         return options_of(self._outer, self._outer.param_groups[0])
+
+    def _agree(self, optimizer: NamedOptimizer) -> None:
+        agree(self._running.engine, CALLER, [("the outer optimizer", optimizer.fields())], None)
 
     @torch.no_grad()
     def prepare(self, names: Sequence[str]) -> str | None:
@@ -84,7 +88,7 @@ class ShortenedUpdates:
         """
         options = self._optimizer.changed(CALLER, **self._present())
         if options != self._optimizer:
-            agree(self._running.engine, CALLER, [("the outer optimizer", options.fields())], None)
+            self._agree(options)
             self._optimizer = options
         self._outer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         return self._of[names[0]].contribute() if names else None
