@@ -95,6 +95,12 @@ def check_splits(rank, size):
         ["blocks given"],
         lambda: dist.all_gather([torch.zeros(2 + at) for at in range(size)], torch.zeros(2)),
     )
+    words = ["torch.float32 and torch.int32", "one dtype"]
+    whole = torch.zeros(2 * size, dtype=torch.int32)
+    refused(ps.ConfigError, words, lambda: dist.all_gather_into_tensor(whole, torch.ones(2)))
+    words = ["torch.bfloat16 and torch.float16", "one dtype"]
+    halves = torch.zeros(2 * size, dtype=torch.bfloat16)
+    refused(ps.ConfigError, words, lambda: dist.reduce_scatter_tensor(torch.zeros(2, dtype=torch.float16), halves))
     refused(ps.ConfigError, ["tag"], lambda: dist.group.WORLD.send([torch.zeros(1)], (rank + 1) % size, 1 << 31))
 
 

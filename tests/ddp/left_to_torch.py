@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -40,6 +41,9 @@ train("ignoring", DDP(ignoring))
 hooked = DDP(make())
 hooked.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook)
 train("hooked", hooked)
+apart = DDP(make())
+apart.register_comm_hook(groups[rank], default_hooks.allreduce_hook)  # averages over one rank
+train("apart", apart)
 train("everyone", DDP(make(), process_group=dist.new_group()))
 torch.save(state, Path(sys.argv[1], f"{rank}.pt"))
 dist.destroy_process_group()

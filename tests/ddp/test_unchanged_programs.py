@@ -83,6 +83,7 @@ def test_more_programs_do(program, tmp_path):
             "its process_group has ranks [0]",
             "parameters of it are to be ignored",
             "it has the communication hook powerSGD_hook",
+            "it has the communication hook allreduce_hook",
         ]
     else:
         assert not left, errors

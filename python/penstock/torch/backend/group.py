@@ -61,6 +61,13 @@ def _options() -> Options:
     return job.current("a call").options
 
 
+def _check_same_dtype(caller: str, tensors: Sequence[Tensor]) -> None:
+    """Blocks that are moved as bytes would be read as other numbers."""
+    names = sorted({str(tensor.dtype) for tensor in tensors})
+    if len(names) > 1:
+        raise ConfigError(f"{caller}: tensors of {' and '.join(names)}; give one dtype")
+
+
 def _staged(tensor: Tensor, copies: list[tuple[Tensor, Tensor]], written: bool) -> Tensor:
     """The tensor itself, or contiguous memory that is copied back if it is written."""
     tensor = dense(tensor).detach()
@@ -187,7 +194,7 @@ class ProcessGroup(dist.ProcessGroup):
                 for tensor, copy in copies:
                     tensor.copy_(copy)
 
-        limit_s = min(limit, self._timeout).total_seconds()
+        limit_s = limit.total_seconds()
         passing = [call.devices() for call in calls if isinstance(call, DeviceCall)]
         places = list(set(devices).union(*passing))
         there = OnDevices(device_calls(self._engine, _options), places) if places else None
@@ -278,6 +285,7 @@ class ProcessGroup(dist.ProcessGroup):
         ]
 
         for output, blocks in staged:
+            _check_same_dtype("reduce_scatter", [output, *blocks])
             if len(blocks) != self._size or blocks[self._index].numel() != output.numel():
                 raise ConfigError(
                     f"reduce_scatter: blocks of {[block.numel() for block in blocks]} elements; expected {self._size}, "
@@ -378,6 +386,7 @@ class ProcessGroup(dist.ProcessGroup):
         copies: list[tuple[Tensor, Tensor]] = []
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
+            _check_same_dtype("all_gather", [output, tensor])
             pairs.append((self._cut(_staged(output, copies, written=True)), _staged(tensor, copies, written=False)))
 
         calls = [self._begin("all_gather", [tensor], blocks) for blocks, tensor in pairs]

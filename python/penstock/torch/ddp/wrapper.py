@@ -143,7 +143,7 @@ class DistributedDataParallel(TorchsDDP):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Those that round to two bytes become a wire type; with others it is torch's from here on."""
-        if self._ours is not None and not self._take_hook(hook):
+        if self._ours is not None and not self._take_hook(state, hook):
             self._leave_engaged_to_torch(hook)
         if self._ours is None:
             super().register_comm_hook(state, hook)
@@ -158,10 +158,13 @@ class DistributedDataParallel(TorchsDDP):
             self._leave_engaged_to_torch(optim)
         super()._register_fused_optim(optim, *args, **kwargs)
 
-    def _take_hook(self, hook: Any) -> bool:
+    def _take_hook(self, state: object, hook: Any) -> bool:
         from penstock.torch.ddp.reasons import wire_type_of
 
-        wire_type = wire_type_of(hook)
+        # The state of torch's own is the group that averages.
+        of_all = distributed_c10d.get_world_size()
+        by_all = state is None or (isinstance(state, distributed_c10d.ProcessGroup) and state.size() == of_all)
+        wire_type = wire_type_of(hook) if by_all else None
         if wire_type is None:
             return False
         assert self._ours is not None
