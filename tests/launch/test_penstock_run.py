@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import re
+import select
 import signal
 import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -234,6 +237,93 @@ def test_too_few_that_are_left_are_ended():
     assert "1 worker is left, and --min is 2" in err
     assert err.count("left, and") == 2, "of those that are ended then nothing is said"
     assert re.search(r"rank [01] on localhost was killed by SIGKILL; all others have ended", err), err
+
+
+def test_who_was_lost_first_is_named_where_the_others_cannot_go_on():
+    write(
+        "import os, pathlib, signal, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "if rank == '2':\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while rank == '0' and not pathlib.Path('said').exists():\n    time.sleep(0.01)\n"
+        "if rank == '0':\n    sys.exit('penstock.errors.PeerLost: rank 2 was lost')\n"
+        "time.sleep(60)"
+    )
+    process = start("--nproc-per-node", "4", "--min", "3", "train.py")
+    while "3 workers are left" not in process.stderr.readline():
+        pass
+    Path("said").touch()
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGKILL, err
+    assert "rank 2 on localhost was killed by SIGKILL; all others have ended" in err
+
+
+def test_who_does_not_end_is_named_where_all_others_failed_of_somebody():
+    write(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.environ['RANK'] != '1':\n    sys.exit('penstock.errors.PeerLost: rank 1 was silent')\n"
+        "while True:\n    time.sleep(0.1)"
+    )
+    status, _, err = run("--workers", "3", "train.py")
+    assert status == 1
+    assert re.search(r"rank [02] on localhost ended with status 1, and rank 1 did not end: look there first", err), err
+
+
+def test_a_terminal_that_is_gone_takes_no_time_from_workers_that_save():
+    write(
+        "import os, pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    for part in range(10):\n        print('saving', part, flush=True)\n        time.sleep(0.1)\n"
+        "    pathlib.Path('saved-' + os.environ['RANK']).touch()\n    sys.exit()\n"
+        "signal.signal(signal.SIGHUP, save)\n" + WAITS
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        process = start("--grace-s", "20", "--workers", "2", "train.py")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    until_here(process, 2)
+    process.stdout.close()  # as of a terminal, whose end it hears of, too
+    process.send_signal(signal.SIGHUP)
+    process.stderr.read()
+    assert process.wait(LIMIT_S) == 128 + signal.SIGHUP
+    assert all(Path(f"saved-{rank}").exists() for rank in range(2))
+
+
+def test_a_launcher_whose_output_nobody_reads_ends_all_the_same():
+    write("import time\nwhile True:\n    print('x' * 1000, flush=True)\n    time.sleep(0.0001)")
+    process = start("--workers", "2", "train.py")
+    while select.select([process.stdout], [], [], 0)[0] == []:
+        time.sleep(0.01)
+    size = -1
+    while (there := unread(process.stdout)) != size:  # until no more fits
+        size = there
+        time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    process.communicate()
+
+
+def unread(pipe):
+    """Bytes in a pipe."""
+    count = ctypes.c_int()
+    fcntl.ioctl(pipe.fileno(), termios.FIONREAD, count)
+    return count.value
+
+
+def test_logs_are_those_of_this_run_and_errors_of_theirs_are_said(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank-0.err").write_text("of an earlier run")
+    status, _, err = run("--no-python", "--log-dir", "logs", "sh", "-c", "echo here")
+    assert (status, (logs / "rank-0.out").read_text(), (logs / "rank-0.err").exists()) == (0, "here\n", False), err
+    (tmp_path / "file").touch()
+    status, _, err = run("--no-python", "--log-dir", "file", "sh", "-c", "echo here")
+    assert status == 2 and "--log-dir file: there can be no such directory" in err
+    (logs / "rank-0.out").unlink()
+    lost = "rmdir logs; echo here; sleep 60"
+    status, _, err = run("--no-python", "--log-dir", "logs", "sh", "-c", lost)
+    assert status == 1 and "a line of rank 0 cannot be kept in logs" in err
 
 
 def test_workers_that_a_signal_ends_are_not_said_to_go_on():

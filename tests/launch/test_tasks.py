@@ -28,7 +28,10 @@ kv.wait()
 print("rank", ps.rank(), "of", ps.world_size(), "sum", here[-1])
 ps.shutdown()
 """
-GIVEN = ("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port", "clients", "min")
+GIVEN = (
+    *("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port", "clients", "min"),
+    "log_dir",
+)
 OTHERS = ("PENSTOCK_", "SLURM_", "PMI", "OMPI_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "MPI_")
 
 
@@ -68,6 +71,11 @@ def test_tasks_of_slurm_on_several_nodes_meet_where_they_would_without_servers()
     assert told["RENDEZVOUS"] == "tcp://node07:15127"
     _, told = becomes({**slurm, "MASTER_ADDR": "node9", "MASTER_PORT": "77"}, servers=1)
     assert told["RENDEZVOUS"] == "tcp://node9:77"
+
+
+def test_what_the_other_launcher_does_is_refused():
+    with pytest.raises(ConfigError, match="--log-dir: this process is one task of another launcher"):
+        becomes(task(0, 2), log_dir="logs")
 
 
 def test_tasks_in_groups():

@@ -157,6 +157,7 @@ def run(options: argparse.Namespace) -> int:
         environment = {**environment, config.REPLACE_DDP: replaces_ddp(options, environment)}
         task = tasks.found_in(environment)
         if task is not None:
+            environment |= _asked_for(options, environment)
             command, environment = tasks.become(task, options, command, environment)
             os.execvpe(command[0], command, environment)
         plan = _plan(options, environment, command)
@@ -241,7 +242,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
     if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
         _check_connect(connect)
     if options.log_dir is not None:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
+        _make(options.log_dir)
     return LaunchPlan(
         hosts=hosts,
         seats=seats,
@@ -273,6 +274,13 @@ def _elastic(options: argparse.Namespace, workers: int, *, several_launchers: bo
     if options.min > workers:
         raise ConfigError(f"--min {options.min} is more than the {workers} workers that are started")
     return {"PENSTOCK_ELASTIC": "1", "PENSTOCK_RANKS_MIN": str(options.min)}
+
+
+def _make(log_dir: Path) -> None:
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log-dir {log_dir}: there can be no such directory: {error.strerror}") from error
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[Host], NodeRank]:
@@ -310,16 +318,23 @@ def _check_connect(connect: list[str]) -> None:
         raise ConfigError(f"--connect: there is no program {connect[0]}")
 
 
-def _told(options: argparse.Namespace, environment: Mapping[str, str], *, several: bool, joint: bool) -> dict[str, str]:
-    """Variables for every worker on every host: Penstock's, those asked for, and a secret that a job on hosts needs."""
-    told = {name: value for name, value in environment.items() if name.startswith(config.PREFIX)}
+def _asked_for(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of ``--env``."""
+    found = {}
     for text in options.env:
         name, given, value = text.partition("=")
         if not given:
             if name not in environment:
                 raise ConfigError(f"--env {name}: it is not set here; give {name}=VALUE")
             value = environment[name]
-        told[name] = value
+        found[name] = value
+    return found
+
+
+def _told(options: argparse.Namespace, environment: Mapping[str, str], *, several: bool, joint: bool) -> dict[str, str]:
+    """Variables for every worker on every host: Penstock's, those asked for, and a secret that a job on hosts needs."""
+    told = {name: value for name, value in environment.items() if name.startswith(config.PREFIX)}
+    told |= _asked_for(options, environment)
     if several and not joint and not {"PENSTOCK_SECRET", "PENSTOCK_INSECURE"} & told.keys():
         told["PENSTOCK_SECRET"] = secrets.token_hex(32)
     return told

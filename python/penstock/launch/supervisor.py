@@ -8,6 +8,7 @@ is well.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import shlex
 import signal
@@ -141,30 +142,41 @@ class _Output:
         }
         self._files = {rank: name.replace(" ", "-") for rank, name in names.items()}
         self._lock = threading.Lock()
+        self._printing = threading.Lock()  # held for long if nobody reads
         self._log_dir = log_dir
         self._logs: dict[tuple[int, int], IO[str]] = {}
         self.last_line: dict[int, str] = {}
         """The last line that each rank wrote to standard error, if it was not empty."""
+        for rank, stream in itertools.product(names, (1, 2)) if log_dir is not None else ():
+            self._log_file(rank, stream).unlink(missing_ok=True)  # of an earlier run
+
+    def _log_file(self, rank: int, stream: int) -> Path:
+        assert self._log_dir is not None
+        return self._log_dir / f"{self._files[rank]}.{'out' if stream == 1 else 'err'}"
+
+    def log(self, rank: int, stream: int, text: str) -> None:
+        """Keep a line, if lines are kept. Raises OSError if it cannot be."""
+        with self._lock:
+            if stream == 2 and text.strip():
+                self.last_line[rank] = text.strip()
+            if self._log_dir is None:
+                return
+            if (rank, stream) not in self._logs:
+                self._logs[rank, stream] = self._log_file(rank, stream).open("w", encoding="utf-8", buffering=1)
+            self._logs[rank, stream].write(text + "\n")
 
     def show(self, rank: int, stream: int, text: str) -> None:
         """Print a line. Raises OSError when nobody reads any more."""
         target = sys.stdout if stream == 1 else sys.stderr
-        with self._lock:
-            if stream == 2 and text.strip():
-                self.last_line[rank] = text.strip()
+        with self._printing:
             target.write(f"{self._labels[rank]} {text}\n")
             target.flush()
-            if self._log_dir is not None:
-                log = self._logs.get((rank, stream))
-                if log is None:
-                    name = f"{self._files[rank]}.{'out' if stream == 1 else 'err'}"
-                    log = self._logs[rank, stream] = (self._log_dir / name).open("w", encoding="utf-8", buffering=1)
-                log.write(text + "\n")
 
     def close(self) -> None:
         with self._lock:
             for log in self._logs.values():
-                log.close()
+                with contextlib.suppress(OSError):
+                    log.close()
 
 
 class Supervisor:
@@ -184,6 +196,10 @@ class Supervisor:
         """Workers without which the others have gone on."""
         self._ends = False
         """All are to end: nobody goes on."""
+        self._unread = False
+        """Nobody reads what is printed, which is said once."""
+        self._ordered = False
+        """Agents were told what to start."""
         self._tell: Callable[[str], None] = lambda _: None
         self._readers: list[threading.Thread] = []
 
@@ -237,7 +253,7 @@ class Supervisor:
         self._wait(
             lambda: all(agent.said_hello for agent in self._agents),
             START_S,
-            "no answer from " + ", ".join(host.name for host in self._plan.hosts),
+            lambda: "no answer from " + ", ".join(agent.host.name for agent in self._agents if not agent.said_hello),
         )
 
     def _connect(self, host: Host) -> list[str]:
@@ -273,6 +289,7 @@ class Supervisor:
                 for seat in seats
             ]
             agent.order({"cwd": self._plan.cwd, "workers": orders})
+        self._ordered = True
 
     def _starting(self) -> bool:
         return any(len(agent.pids) < len(of) for agent, of in zip(self._agents, self._plan.seats, strict=True))
@@ -303,13 +320,26 @@ class Supervisor:
             if not greeted or message is None:
                 continue
             if "text" in message:
-                try:
-                    self._output.show(message["rank"], message["stream"], message["text"])
-                except (OSError, ValueError):
-                    self._events.put(("signal", signal.SIGPIPE))
+                self._show(message["rank"], message["stream"], message["text"])
             else:
                 self._events.put(("report", (agent, message)))
         self._events.put(("gone", agent))
+
+    def _show(self, rank: int, stream: int, text: str) -> None:
+        """Keep and print a line; say once what stands in the way."""
+        try:
+            self._output.log(rank, stream, text)
+        except OSError as error:
+            name = self._seat_of[rank].name
+            failure = JobFailed(f"a line of {name} cannot be kept in {self._plan.log_dir}: {error}", 1)
+            self._events.put(("failure", failure))
+        if self._unread:
+            return
+        try:
+            self._output.show(rank, stream, text)
+        except (OSError, ValueError):
+            self._unread = True
+            self._events.put(("signal", signal.SIGPIPE))
 
     def _handle(self, wait_s: float) -> None:
         """Take in one event, if one comes in time; raise the failure or the interruption that it is."""
@@ -321,6 +351,8 @@ class Supervisor:
             self._signalled(what)
         elif kind == "gone":
             self._agent_gone(what)
+        elif kind == "failure":
+            raise what
         else:
             self._reported(*what)
 
@@ -345,18 +377,22 @@ class Supervisor:
                     raise failure
 
     def _signalled(self, number: int) -> None:
+        if number == signal.SIGPIPE and self._ends:
+            return  # workers are saving what they have, whoever reads of it
         for agent in self._agents:
             agent.order({"signal": signal.SIGTERM if number == signal.SIGPIPE else number})
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             raise Interrupted(number)
 
     def _agent_gone(self, agent: _Agent) -> None:
-        if not agent.left and agent.said_hello:
+        if not agent.left and agent.said_hello and (self._ordered or self._ends):
             return
         status = agent.process.wait()
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
             raise JobFailed(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
+        if not self._ordered:
+            raise JobFailed(f"the agent on {agent.host.name} {how} before anything was started there", 1)
         lost = sorted(agent.left)
         ranks = shown(self._seat_of[rank] for rank in lost)
         agent.left.clear()
@@ -410,9 +446,15 @@ class Supervisor:
         if first.rank is None:
             return first
         if all(self._is_consequence(rank) == (True, True) for rank in failed):
-            # Servers end quickly; a worker's interpreter may take longer to end than they.
-            failed = self._failed()
-        return self._ending(min(failed, key=self._is_consequence))
+            # Servers end quickly; a worker's interpreter may take longer to end than they. And those without which the
+            # others went on may be why these could not.
+            failed = [rank for rank, status in self._ended.items() if status != 0]
+        cause = self._ending(min(failed, key=self._is_consequence))
+        if all(self._is_consequence(rank) == (True, True) for rank in failed) and self._running():
+            # Nothing is heard of who is stopped, or of a host that is gone.
+            left = shown(self._seat_of[rank] for agent in self._agents for rank in sorted(agent.left))
+            cause = JobFailed(f"{cause}, and {left} did not end: look there first", cause.status, cause.rank)
+        return cause
 
     def _failed(self) -> list[int]:
         return [rank for rank, status in self._ended.items() if status != 0 and rank not in self._lost]

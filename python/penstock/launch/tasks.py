@@ -55,6 +55,11 @@ def become(
             f"--min: this process is one task of another launcher ({variable} is set), which ends all tasks when one "
             "fails"
         )
+    if options.log_dir is not None:
+        raise ConfigError(
+            f"--log-dir: this process is one task of another launcher ({variable} is set), which has its output; use "
+            "that launcher's option"
+        )
     told = dict(environment)
     if not options.servers and options.clients is None:
         return list(command), told
