@@ -48,7 +48,7 @@ FLUSH_S = 1.0  # for the last answers
 ANSWER_S = 5.0  # after which a client takes a connection for broken
 GRACE_S = 0.5  # for what is said after the limit: why this rank gives up
 REFUSED_S = 1.0  # after which a rank 0 that was there is taken to have ended
-_FROM_RANKS = re.compile(r"(?:arrival|address|done)/(\d{1,4})|trouble")
+_FROM_RANKS = re.compile(r"(?:arrival|address|done)/(0|[1-9][0-9]{0,3})|trouble")
 
 
 def listen(point: MeetingPoint) -> socket.socket:

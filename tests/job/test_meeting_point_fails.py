@@ -363,3 +363,20 @@ def test_torch_distributed_may_use_the_same_address(order):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     assert ends[0][0] == ends[1][0]
+
+
+def test_a_stranger_makes_up_no_keys():
+    board = tcp_board.HostedBoard(MeetingPoint("tcp", "127.0.0.1", 0, found_in="this test"), 12)
+    try:
+        board.guard("job", lambda key, value: False)
+        port = board._listener.getsockname()[1]
+        stranger = tcp_board.RemoteBoard(MeetingPoint("tcp", "127.0.0.1", port, found_in="this test"), 1, 5.0)
+        stranger.deadline = time.monotonic() + 5.0
+        made_up = ["arrival/01", "arrival/0011", "arrival/\u0661", "done/1\n", "address/12", "arrival/-1", "job", ""]
+        for stage in [*made_up, "arrival/1", "address/11", "trouble"]:
+            stranger.set(f"job/{stage}", b"something")
+        stranger.close()
+        assert {stage for stage in made_up if board.get(f"job/{stage}") is not None} == set()
+        assert all(board.get(f"job/{stage}") for stage in ("arrival/1", "address/11", "trouble"))
+    finally:
+        board.close()
