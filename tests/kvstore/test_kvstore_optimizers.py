@@ -8,6 +8,7 @@ import torch
 from job_processes import barrier, run, run_well
 
 import penstock as ps
+from penstock import job
 
 STEPS = 12
 SHAPES = {"w": (70, 300), 7: (5,), "scalar": (), "empty": (3, 0)}
@@ -278,3 +279,29 @@ def test_who_is_too_far_ahead_waits_and_is_told_for_whom(tmp_path):
     outcomes = run(2, bounded, tmp_path, barrier(2), operation_timeout_s=2.0)
     assert isinstance(outcomes[0].error, ps.Timeout), outcomes[0]
     assert outcomes[1].error is None, "it has been raised"
+
+
+def test_priorities_hold_also_once_owners_update():
+    ps.init()
+    try:
+        told = []
+        servers = job.current().servers
+        servers.set_priorities = lambda book, places: told.append((book, places))
+        store = ps.KVStore()
+        for key in ("first", "second", "third"):
+            store.init(key, np.zeros(3, np.float32))
+
+        def push():
+            for key, priority in (("first", 0), ("second", 5), ("third", 5)):
+                store.push(key, np.ones(3, np.float32), priority=priority)
+            store.wait()
+
+        push()
+        before, places = told[-1]
+        assert places == [1, 0, 0]
+        store.set_optimizer("SGD", lr=0.1)
+        push()
+        after, places = told[-1]
+        assert after != before and places == [1, 0, 0]
+    finally:
+        ps.shutdown()

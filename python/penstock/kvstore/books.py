@@ -127,6 +127,8 @@ class Books:
         for tensor, stored in enumerate(stored_keys):
             stored.place = BookPlace(self._job.engine, self._job.rank, book, tensor)
         self._by_book[book] = stored_keys
+        if len({stored.priority for stored in stored_keys}) > 1:  # of keys that were in another book before
+            self._set_places(book)
         if self.are_kept:
             self._give(stored_keys)
 
@@ -150,11 +152,14 @@ class Books:
         if stored.priority != priority:
             with self._lock:
                 stored.priority = priority
-                among = self._by_book[book]
-                given = sorted({one.priority for one in among}, reverse=True)
-                places = {value: place for place, value in enumerate(given)}
-                self._job.servers.set_priorities(book, [places[one.priority] for one in among])
+                self._set_places(book)
         return book
+
+    def _set_places(self, book: int) -> None:
+        among = self._by_book[book]
+        given = sorted({one.priority for one in among}, reverse=True)
+        places = {value: place for place, value in enumerate(given)}
+        self._job.servers.set_priorities(book, [places[one.priority] for one in among])
 
     def late(self) -> list[tuple[int, int]]:
         """As far as this rank knows, whose contributions came too late, and how many: a rank may be there twice."""
