@@ -1,4 +1,6 @@
-"""Checkpoints of one thing, such as a store: all ranks count them alike, and rank 0 writes them while training goes on.
+"""Checkpoints of one thing, such as a store: all ranks count them alike, and one writes them while training goes on.
+
+That is rank 0, and in an elastic job the first that is left. What a lost rank was writing counts as not written.
 
 One is under way at a time. Whether it was written all ranks hear when they meet for the next, or when they ask; until
 then an error for a lost rank says which is the last that is known to be whole. How a file becomes whole is said in
@@ -22,39 +24,57 @@ from penstock.whole_files import add_checkpoint
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.gathering import Gathering
 
-__all__ = ["CheckpointWriter", "name_last", "on_rank_0"]
+__all__ = ["CheckpointWriter", "name_last", "on_first"]
 
 _writers: weakref.WeakValueDictionary[int, CheckpointWriter] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def on_rank_0(engine: Engine, rank: int, caller: str, do: Callable[[], Any]) -> Any:
-    """Do something that has to do with files on rank 0. All ranks call it alike.
+def on_first(gathering: Gathering, rank: int, caller: str, do: Callable[[], Any]) -> tuple[Any, int]:
+    """Do something that has to do with files on one rank: rank 0, or in an elastic job the first that is left.
+
+    All ranks call it alike. Where the one is lost meanwhile the next does it.
 
     Args:
-        engine: Of the job.
-        rank: This rank.
+        gathering: Of the job.
+        rank: This rank, as it began.
         caller: For messages.
         do: What is done; it returns what is fit for JSON.
 
     Returns:
-        What came of it, on all ranks.
+        What came of it, and on which rank, on all ranks.
 
     Raises:
-        ConfigError: It raised that, or an `OSError`, on rank 0.
+        ConfigError: It raised that there, or what is no error of Penstock's.
     """
+    while True:
+        by = gathering.first
+        told = _told_by(by, gathering, rank, caller, do)
+        if told is not None:
+            return told["value"], by
+
+
+def _told_by(by: int, gathering: Gathering, rank: int, caller: str, do: Callable[[], Any]) -> dict[str, Any] | None:
+    """What came of it there; None if that rank was lost."""
     told: dict[str, Any] = {}
-    if rank == 0:
+    if rank == by:
         try:
             told = {"value": do()}
-        except (ConfigError, OSError) as error:
-            told = {"error": str(error) if isinstance(error, ConfigError) else f"{caller}: {error}"}
-    every = engine.all_gather(caller, json.dumps(told).encode() if rank == 0 else b"")
-    first: dict[str, Any] = json.loads(every[0])
-    if "error" in first:
-        raise ConfigError(first["error"], rank=0)
-    return first["value"]
+        except ConfigError as error:
+            told = {"error": str(error)}
+        except PenstockError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of a full disk safetensors has errors of its own
+            told = {"error": f"{caller}: {error}"}
+    blob = gathering.all_gather(caller, json.dumps(told).encode() if rank == by else b"")[by]
+    if blob is None:
+        return None
+    found: dict[str, Any] = json.loads(blob)
+    if "error" in found:
+        raise ConfigError(found["error"], rank=by)
+    return found
 
 
 class CheckpointWriter:
@@ -62,7 +82,8 @@ class CheckpointWriter:
 
     Args:
         engine: Of the job.
-        rank: This rank.
+        gathering: Of the job.
+        rank: This rank, as it began.
         caller: What programs call, for messages.
         limit_s: How long to wait for one to be on the disk.
 
@@ -71,15 +92,17 @@ class CheckpointWriter:
         calls: How often it was asked for one, those before included if the program went on from one.
     """
 
-    def __init__(self, engine: Engine, rank: int, caller: str, limit_s: float) -> None:
+    def __init__(self, engine: Engine, gathering: Gathering, rank: int, caller: str, limit_s: float) -> None:
         self.engine = engine
+        self._gathering = gathering
         self._limit_s = limit_s
         self.last: str | None = None
         self.calls = 0
         self._rank = rank
         self._caller = caller
         self._under_way: str | None = None
-        self._thread: threading.Thread | None = None  # on rank 0
+        self._by = 0  # who writes it
+        self._thread: threading.Thread | None = None  # there
         self._error: Exception | None = None
         _writers[next(_numbers)] = self
 
@@ -102,7 +125,8 @@ class CheckpointWriter:
 
         Args:
             path: Of its file.
-            make: On rank 0, makes what writes it, in a thread of its own: nothing else may change what that reads.
+            make: Where it is written, makes what writes it, in a thread of its own: nothing else may change what that
+                reads.
             keep: How many of the newest stay.
 
         Returns:
@@ -127,31 +151,33 @@ class CheckpointWriter:
             self._thread.start()
             return str(path)
 
-        self._under_way = on_rank_0(self.engine, self._rank, self._caller, start)
-        return self._under_way
+        file: str
+        file, self._by = on_first(self._gathering, self._rank, self._caller, start)
+        self._under_way = file
+        return file
 
     def finish(self) -> str | None:
         """Wait until what is under way is on the disk.
 
         Returns:
-            The last checkpoint; none if there is none.
+            The last checkpoint that is whole; none if there is none.
 
         Raises:
             ConfigError: It could not be written. On all ranks.
-            Timeout: It took too long; on other ranks, rank 0 did not come.
+            Timeout: It took too long; on other ranks, who writes it did not come.
         """
         if self._under_way is not None:
             under_way = self._under_way
             try:
-                on_rank_0(self.engine, self._rank, self._caller, self._join)
+                told = _told_by(self._by, self._gathering, self._rank, self._caller, self._join)
             except ConfigError:
                 self._under_way = None
                 raise
-            self.last, self._under_way = under_way, None
+            self.last, self._under_way = self.last if told is None else under_way, None
         return self.last
 
     def join(self, limit_s: float) -> None:
-        """On rank 0: as `finish`, without the others.
+        """Where it is written: as `finish`, without the others.
 
         Raises:
             ConfigError: It could not be written.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock._native import Call, Engine
     from penstock._native import _Algorithm as Algorithm
     from penstock.config import Options
+    from penstock.elastic_calls import ElasticCall, ElasticCalls
     from penstock.inside import InsideSums, Operation
     from penstock.torch.calls.passing import DeviceCall
 
@@ -62,7 +63,7 @@ class Future:
 
     __slots__ = ("_call", "_ranks")
 
-    def __init__(self, call: Call | Operation | DeviceCall, ranks: Sequence[int]) -> None:
+    def __init__(self, call: Call | Operation | ElasticCall | DeviceCall, ranks: Sequence[int]) -> None:
         self._call = call
         self._ranks = ranks
 
@@ -101,6 +102,7 @@ class Group:
     """Ranks that make calls together. `new_group` makes one; ``penstock.allreduce`` and the others take one."""
 
     _inside: InsideSums | None = None  # where MPI has a part in its sums
+    _elastic: tuple[ElasticCalls, tuple[int, ...]] | None = None  # where members may be lost: who they are
 
     def __init__(self, engine: Engine, number: int, ranks: Sequence[int], rank: int) -> None:
         self._engine = engine
@@ -236,6 +238,11 @@ class Group:
         dtype = "bytes" if op is None else self._summed(caller, op, inputs + outputs)
         if not 0 <= tag <= TAG_MAX:
             raise ConfigError(f"penstock.{caller}: the tag is {tag}; it must be from 0 to {TAG_MAX}")
+        if self._elastic is not None:
+            calls, members = self._elastic
+            if algorithm not in (None, "store"):
+                raise ConfigError(f"penstock.{caller}: in an elastic job sums are the store's; leave out {algorithm!r}")
+            return self._future(calls.begin(caller, members, rank, inputs, outputs, op or "copy", dtype), async_)
         keep = [memory.keep for memory in inputs + outputs]
         call = Caller(self._engine, self._number, self._index[self._rank], self.size, _options).begin(
             *(native or caller, inputs, outputs, keep),
@@ -250,7 +257,7 @@ class Group:
         call.wait()
         return None
 
-    def _future(self, begun: Operation, async_: bool) -> Future | None:
+    def _future(self, begun: Operation | ElasticCall, async_: bool) -> Future | None:
         if async_:
             return Future(begun, self.ranks)
         begun.wait()
@@ -360,16 +367,20 @@ class _JobGroups:
         self.lock = threading.Lock()
         self.engine: Engine | None = None
         self.world: Group | None = None
+        self.members: tuple[int, ...] = ()
         self.formed = 0
 
     def of_all(self, caller: str) -> Group:
         """The group of all ranks."""
         running = job.current(caller)
-        job.refuse_elastic(running, caller)
-        if self.engine is not running.engine:
+        members = running.members
+        if self.engine is not running.engine or self.members != members:
             with self.lock:
-                self.engine, self.formed = running.engine, 0
-                self.world = Group(running.engine, 0, range(running.world_size), running.rank)
+                world = Group(running.engine, 0, range(job.world_size()), job.rank())
+                if running.calls is not None:
+                    world._elastic = (running.calls, members)
+                self.world, self.formed = world, 0
+                self.engine, self.members = running.engine, members  # last: others look at these first
         assert self.world is not None
         return self.world
 

@@ -69,7 +69,8 @@ class ConfigError(PenstockError, ValueError):
 class PeerLost(PenstockError):
     """A rank died, failed or went silent, perhaps this one; ``rank`` says which. The job cannot go on without it.
 
-    An elastic job goes on; there a call that the loss has torn apart raises this, without a ``rank``.
+    An elastic job goes on. There calls that lack what a lost rank had to give raise this on all ranks; what ``ps.init``
+    and ``ps.distribute`` do raises it without a ``rank``.
     """
 
 

@@ -25,6 +25,7 @@ from penstock.attached import attached
 from penstock.coordinator import Cluster, Rates
 from penstock.ending import Hooks, described
 from penstock.errors import ConfigError, PenstockError
+from penstock.gathering import AllRanks
 from penstock.grouping import AUTO, NONE_ASKED_FOR
 from penstock.members import MembersChange, Membership, MembershipEpoch
 from penstock.tracing.moments import forget_moments
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from penstock.collectives import Group
     from penstock.config import OptionArguments, Options
     from penstock.control import Servers
+    from penstock.elastic_calls import ElasticCalls
+    from penstock.gathering import Gathering
     from penstock.grouping import Groups
     from penstock.launchers import Launch
     from penstock.rendezvous import Agreement
@@ -85,6 +88,7 @@ class Job:
         stores_made: Key-value stores, on this rank.
         trace: The last that this rank has begun to write.
         membership: Who is left, of an elastic job.
+        calls: Its collectives.
     """
 
     engine: Engine
@@ -102,6 +106,7 @@ class Job:
     stores_made: int = 0
     trace: Trace | None = None
     membership: Membership | None = None
+    calls: ElasticCalls | None = None
 
     @property
     def rank(self) -> int:
@@ -119,6 +124,16 @@ class Job:
         from penstock.control import Servers
 
         return Servers(self.engine, self.rank, self.world_size, self.options.servers, self.groups)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who takes part as of the last step, by the ranks that they began with."""
+        return tuple(range(self.world_size)) if self.membership is None else self.membership.members
+
+    @property
+    def gathering(self) -> Gathering:
+        """How everybody's bytes come to everybody, and who does what one rank does for all."""
+        return AllRanks(self.engine) if self.calls is None else self.calls
 
     @cached_property
     def everybody(self) -> Group:
@@ -265,6 +280,7 @@ def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout
                 f"{world_size} now; call penstock.shutdown() first",
                 rank=job.rank,
             )
+        board.close()  # nobody meets there
         return job
 
 
@@ -568,10 +584,13 @@ def _choose_groups(job: Job, hosts: tuple[int, ...]) -> None:
 
 def _go_on_after_losses(job: Job, hosts: list[str]) -> None:
     """Let the others go on from now on when members are lost; all must be reachable for that by another port."""
+    from penstock.elastic_calls import ElasticCalls
+
     port = job.engine.council_port
     assert port is not None  # it is elastic
     ports = job.engine.all_gather("penstock.init", port.to_bytes(2, "little"))
     councils = [(host, int.from_bytes(port, "little")) for host, port in zip(hosts, ports, strict=True)]
+    job.calls = ElasticCalls(job.engine, job.rank, job.options.ranks)
     job.engine.go_on_after_losses(councils, job.options.ranks_min)
     job.membership = Membership(job.engine, job.rank)
 

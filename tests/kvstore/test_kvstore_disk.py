@@ -337,3 +337,20 @@ def test_a_program_without_torch_saves_too(tmp_path):
         [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_disk_that_is_full_is_an_error_on_all_ranks_whatever_the_library_raises(tmp_path, monkeypatch):
+    def full(name):
+        raise RuntimeError(f"{name}: no space is left")
+
+    ps.init()
+    try:
+        store = ps.KVStore()
+        store.init("w", np.zeros(3, np.float32))
+        monkeypatch.setattr("penstock.kvstore.disk.filled_with", lambda caller, state: full)
+        with pytest.raises(ps.ConfigError, match=r"penstock.KVStore.save: .*no space is left"):
+            store.save(tmp_path / "store.safetensors")
+        monkeypatch.undo()
+        store.save(tmp_path / "store.safetensors")
+    finally:
+        ps.shutdown()

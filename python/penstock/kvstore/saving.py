@@ -7,11 +7,11 @@ What is in them is said in `disk.py`, what it means in `states.py`, and how chec
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.checkpointing import CheckpointWriter, on_rank_0
+from penstock.checkpointing import CheckpointWriter, on_first
+from penstock.gathering import AllRanks
 from penstock.kvstore import disk, states
 from penstock.whole_files import newest, put
 
@@ -43,8 +43,8 @@ class Files:
 
     def __init__(self, engine: Engine, rank: int, limit_s: float) -> None:
         self._rank = rank
-        self._on_rank_0 = partial(on_rank_0, engine, rank)
-        self.checkpoints = CheckpointWriter(engine, rank, "penstock.KVStore.checkpoint", limit_s)
+        self._gathering = AllRanks(engine)
+        self.checkpoints = CheckpointWriter(engine, self._gathering, rank, "penstock.KVStore.checkpoint", limit_s)
 
     def write(self, caller: str, path: Path, state: dict[str, Any]) -> None:
         """Write a state to a file.
@@ -52,7 +52,8 @@ class Files:
         Raises:
             ConfigError: It cannot be written. On all ranks.
         """
-        self._on_rank_0(f"penstock.KVStore.{caller}", lambda: put(path, disk.filled_with(caller, state)))
+        name = f"penstock.KVStore.{caller}"
+        on_first(self._gathering, self._rank, name, lambda: put(path, disk.filled_with(caller, state)))
 
     def read(self, caller: str, place: Path, like: Callable[[], dict[str | int, Any]]) -> Found:
         """Read a file, or the newest whole checkpoint in a directory.
@@ -73,7 +74,7 @@ class Files:
             read.update(disk.read(file))
             return {"file": str(file), "number": number, "has": states.shape_of(read)}
 
-        told = self._on_rank_0(name, read_it)
+        told, _ = on_first(self._gathering, self._rank, name, read_it)
         if self._rank != 0:
             read = states.of_shape(told["has"], like())
         return Found(read, told["file"], told["number"])

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import collectives, job
-from penstock.checkpointing import CheckpointWriter, on_rank_0
-from penstock.errors import ConfigError
+from penstock.checkpointing import CheckpointWriter, on_first
+from penstock.errors import ConfigError, PeerLost
 from penstock.torch.agreement.arguments import optimizers_in
 from penstock.torch.schemes.residuals import ENTRY
 from penstock.whole_files import MANIFEST, newest
@@ -36,11 +36,13 @@ class Checkpoints:
     goes on. A file is there whole or not at all, and a manifest says which there are. With ``update="servers"`` the
     optimizer's state comes from the owners. A checkpoint fits any number of ranks and servers, and any ``update``.
 
+    In an elastic job the first rank that is left does it in the place of rank 0: give a directory that all hosts see.
+
     All ranks make the same calls. What is a rank's own is not in it: what lossy layers keep, and buffers of other ranks
     than 0.
 
     Args:
-        directory: Where they are written, by rank 0, and read; of these checkpoints alone.
+        directory: Where they are written, and read; of these checkpoints alone.
         model: The model, distributed or not.
         optimizer: Its optimizer, a sequence of several, or none.
         others: By name what else has ``state_dict()`` and ``load_state_dict()``: schedulers, a `GradScaler`. Of
@@ -71,12 +73,11 @@ class Checkpoints:
         keep: int = 2,
     ) -> None:
         running = job.current("Checkpoints")
-        job.refuse_elastic(running, "Checkpoints")
         self._directory = Path(directory)
         self._rank = running.rank
-        self._engine = running.engine
+        self._engine, self._gathering = running.engine, running.gathering
         limit_s = running.options.operation_timeout_s
-        self._writer = CheckpointWriter(running.engine, running.rank, _CALLER, limit_s)
+        self._writer = CheckpointWriter(running.engine, running.gathering, running.rank, _CALLER, limit_s)
         self._writer.check(every, keep)
         self._every, self._keep = every, keep
         self._parts: dict[str, Any] = {"model": model}
@@ -119,7 +120,7 @@ class Checkpoints:
         return self._writer.finish()
 
     def load(self) -> int:
-        """Go on from the newest whole checkpoint, if there is one. Rank 0 reads it for all.
+        """Go on from the newest whole checkpoint, if there is one. One rank reads it for all.
 
         Returns:
             The number of steps before it, from which `step` counts on; 0 if the directory has no checkpoints.
@@ -131,6 +132,17 @@ class Checkpoints:
         """
         self._check_running()
         self._writer.finish()
+        told, tensors = self._read_by_one()
+        if told is None:
+            return 0
+        for name, part in self._parts.items():
+            part.load_state_dict(_joined(told["parts"]["tree"][name], tensors))
+        self._writer.last, self._writer.calls = told["file"], told["number"]
+        number: int = told["number"]
+        return number
+
+    def _read_by_one(self) -> tuple[Any, dict[str, Tensor]]:
+        """What the newest whole checkpoint has, and its tensors: on all ranks what one of them has read."""
         read: dict[str, Tensor] = {}
 
         def read_it() -> Any:
@@ -139,24 +151,26 @@ class Checkpoints:
             file, number = newest(f"{_CALLER}.load", self._directory)
             return {"file": str(file), "number": number, "parts": _read(file, read)}
 
-        told = on_rank_0(self._engine, self._rank, f"{_CALLER}.load", read_it)
+        told, by = on_first(self._gathering, self._rank, f"{_CALLER}.load", read_it)
         if told is None:
-            return 0
+            return None, {}
         tree, described = told["parts"]["tree"], told["parts"]["tensors"]
         if tree.keys() != self._parts.keys():
             raise ConfigError(
                 f"{_CALLER}.load: {told['file']} has {', '.join(tree)}, and this is of {', '.join(self._parts)}"
             )
-        for name, (dtype, shape) in described.items():
-            if self._rank != 0:
-                read[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-            if read[name].numel():
-                collectives.broadcast(read[name].reshape(-1).view(torch.uint8))
-        for name, part in self._parts.items():
-            part.load_state_dict(_joined(tree[name], read))
-        self._writer.last, self._writer.calls = told["file"], told["number"]
-        number: int = told["number"]
-        return number
+        members = job.current("Checkpoints").members
+        try:
+            for name, (dtype, shape) in described.items():
+                if self._rank != by:
+                    read[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+                if read[name].numel():
+                    collectives.broadcast(read[name].reshape(-1).view(torch.uint8), root=members.index(by))
+        except PeerLost:
+            if self._engine.has_failed:
+                raise
+            return self._read_by_one()  # an elastic job goes on, and so does the next rank
+        return told, read
 
     def _check_running(self) -> None:
         if job.current("Checkpoints").engine is not self._engine:
