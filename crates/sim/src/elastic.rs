@@ -1,5 +1,6 @@
-//! Jobs that go on without members that they have lost: agreement, nodes of each epoch, recovery, as they ship; small models, every
-//! order of frames that chance finds.
+//! Jobs that go on without members that they have lost, and with newcomers: agreement, nodes of each epoch, recovery, as they ship; small
+//! models, every order of frames that chance finds. Programs wait for newcomers before one round, the same of all tensors. What a newcomer
+//! gets of the others then, it has at once.
 //!
 //! Each rank submits its tensors in an order of its own, and applies a result some time after it is there, by which it is gone.
 //! In the end all that are left have the same parameters, to the bit, and those are what the log of members says: each result is the
@@ -34,6 +35,8 @@ pub enum Omission {
     KeepNothing,
     /// A result that one has is not given to the others: all push anew.
     GiveNothing,
+    /// Programs say that they wait for newcomers while rounds are under way.
+    WaitInTheMiddle,
 }
 
 /// Of each slice's round over whose contributions its result is the average.
@@ -54,10 +57,12 @@ enum Passing {
         bytes: Box<[u8]>,
     },
     End,
+    /// A newcomer's connection.
+    Open,
 }
 
 /// One tensor on one rank.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Own {
     memory: Chunk,
     /// The round that was submitted last, and whether with a contribution.
@@ -79,6 +84,12 @@ struct ElasticRank {
     lives: bool,
     /// It has reported: it sends nothing and takes nothing in until the next epoch.
     reported: bool,
+    /// The gate is behind it.
+    passed: bool,
+    /// In which epoch it has said last that it waits.
+    ready: Option<u32>,
+    /// As a newcomer: it has connected.
+    came: bool,
     tensors: Vec<Own>,
 }
 
@@ -112,6 +123,13 @@ struct World {
     open: Vec<bool>,
     book: Book,
     steps: Seq,
+    /// Programs wait for newcomers once they have come so far.
+    gate: Seq,
+    /// How many are members from the beginning.
+    founders: usize,
+    /// What somebody had as the gate opened.
+    at_gate: Option<Vec<Own>>,
+    admitted: u64,
     omission: Option<Omission>,
     random: Random,
     /// The members of each epoch.
@@ -127,6 +145,10 @@ enum Happening {
     Submit(usize, usize),
     Apply(usize, usize),
     Look(usize),
+    /// A newcomer connects with all that live.
+    Come(usize),
+    /// A program waits at the gate.
+    Wait(usize),
 }
 
 /// What became of a job.
@@ -138,6 +160,8 @@ pub struct Survived {
     pub given: u64,
     /// Whether anybody was left to go on.
     pub went_on: bool,
+    /// Newcomers that were there in the end.
+    pub admitted: u64,
 }
 
 fn config(rank: usize, members: &Members) -> Config {
@@ -165,6 +189,10 @@ impl World {
         let roles = Roles { rules, ..Roles::alike(members.clone()) };
         let book = Book::deal("model", layers, tensors, &roles, Slicing::fixed(1024, 1)).expect("a book");
         let enough = random.chance(500).then_some(1);
+        let newcomers = if random.chance(500) { random.between(1, 2) as usize } else { 0 };
+        let everybody = count + newcomers;
+        let steps = random.between(2, 5) as Seq;
+        let gate = if newcomers > 0 { random.between(0, u64::from(steps) - 1) as Seq } else { Seq::MAX };
         let worker = |rank: usize| {
             let own = |tensor: &Tensor| Own {
                 memory: RealMemory::tensor(tensor.len_bytes() as usize),
@@ -176,22 +204,35 @@ impl World {
                 log: Log::new(),
                 param: vec![0.0; tensor.elems as usize],
             };
-            let mut node = Node::new(config(rank, &members), RealMemory::default());
-            node.open_book(0, Arc::new(book.clone()), &mut Vec::new()).expect("a first book");
+            let me = Rank(rank as u32);
+            let with_me: Members = members.iter().chain([me]).collect();
+            let mut node = Node::new(config(rank, &with_me), RealMemory::default());
+            node.open_book(0, Arc::new(book.among(&with_me)), &mut Vec::new()).expect("a first book");
             ElasticRank {
-                agreement: Succession::new(Rank(rank as u32), &members, enough),
-                hearing: Hearing::new(Rank(rank as u32), &members, u64::MAX, 0),
+                agreement: if rank < count {
+                    Succession::new(me, &members, enough)
+                } else {
+                    Succession::newcomer(me, &members, enough, Vec::new())
+                },
+                hearing: Hearing::new(me, &members, u64::MAX, 0),
                 node,
                 lives: true,
                 reported: false,
+                passed: false,
+                ready: None,
+                came: false,
                 tensors: book.tensors.iter().map(own).collect(),
             }
         };
         Self {
-            workers: (0..count).map(worker).collect(),
-            links: (0..count * count).map(|_| VecDeque::new()).collect(),
-            open: vec![true; count * count],
-            steps: random.between(2, 5) as Seq,
+            workers: (0..everybody).map(worker).collect(),
+            links: (0..everybody * everybody).map(|_| VecDeque::new()).collect(),
+            open: (0..everybody * everybody).map(|at| (at / everybody).max(at % everybody) < count).collect(),
+            steps,
+            gate,
+            founders: count,
+            at_gate: None,
+            admitted: 0,
             book: book.clone(),
             omission,
             random,
@@ -222,8 +263,15 @@ impl World {
                     next.push(Happening::Arrive(from, rank));
                 }
             }
+            if rank >= self.founders && self.workers[rank].lives && !self.has_come(rank) {
+                next.push(Happening::Come(rank));
+            }
             if !self.is_in(rank) {
                 continue;
+            }
+            let waits = self.workers[rank].ready == Some(self.workers[rank].agreement.epoch());
+            if !self.workers[rank].passed && !waits && !self.workers[rank].reported && self.is_at_gate(rank) {
+                next.push(Happening::Wait(rank));
             }
             let (reported, slices) = (self.workers[rank].reported, self.slice_counts());
             for to in
@@ -234,7 +282,8 @@ impl World {
                 }
             }
             for (tensor, own) in self.workers[rank].tensors.iter().enumerate() {
-                if own.applied && own.seq < self.steps && !reported {
+                let last = if self.workers[rank].passed { self.steps } else { self.steps.min(self.gate) };
+                if own.applied && own.seq < last && !reported {
                     next.push(Happening::Submit(rank, tensor));
                 }
                 if !own.applied && own.is_complete(slices[tensor]) {
@@ -246,6 +295,17 @@ impl World {
             }
         }
         if next.is_empty() { looks } else { next }
+    }
+
+    fn has_come(&self, rank: usize) -> bool {
+        self.workers[rank].came
+    }
+
+    /// Its program has nothing under way, and goes no further without newcomers.
+    fn is_at_gate(&self, rank: usize) -> bool {
+        let there = |own: &Own| own.seq == self.gate && own.applied;
+        self.gate < Seq::MAX
+            && (self.omits(Omission::WaitInTheMiddle) || self.workers[rank].tensors.iter().all(there))
     }
 
     fn slice_counts(&self) -> Vec<usize> {
@@ -275,6 +335,30 @@ impl World {
                 let agreement = &mut self.workers[rank].agreement;
                 let due_ns = agreement.deadline_ns().unwrap_or(0);
                 agreement.look(due_ns);
+                self.follow(rank)
+            }
+            Happening::Come(rank) => {
+                self.workers[rank].came = true;
+                for other in 0..self.workers.len() {
+                    if other != rank
+                        && self.workers[other].lives
+                        && (other < self.founders || self.has_come(other))
+                    {
+                        for (from, to) in [(rank, other), (other, rank)] {
+                            let at = self.at(from, to);
+                            self.open[at] = true;
+                            self.links[at].push_back(Passing::Open);
+                        }
+                    }
+                }
+                Ok(())
+            }
+            Happening::Wait(rank) => {
+                let awaited: Vec<Rank> =
+                    (self.founders..self.workers.len()).map(|rank| Rank(rank as u32)).collect();
+                let ElasticRank { agreement, ready, .. } = &mut self.workers[rank];
+                *ready = Some(agreement.epoch());
+                agreement.ready(0, &awaited);
                 self.follow(rank)
             }
         }
@@ -449,6 +533,11 @@ impl World {
                 self.workers[to].agreement.heard_from(0, peer, epoch, message);
                 self.follow(to)
             }
+            Passing::Open => {
+                let ElasticRank { agreement, hearing, .. } = &mut self.workers[to];
+                let _ = hearing.connected(0, peer, agreement);
+                self.follow(to)
+            }
             Passing::End => {
                 let ElasticRank { agreement, hearing, .. } = &mut self.workers[to];
                 hearing.closed(0, peer);
@@ -507,11 +596,14 @@ impl World {
         }
         let members: Members = choice.ranks.iter().copied().collect();
         self.epochs.insert(choice.ranks.clone());
-        let reports: Result<Vec<(Rank, Report)>, String> = decode_plan(&choice.plan)?
-            .into_iter()
-            .map(|(rank, report)| Ok((rank, decode(report)?)))
-            .collect();
+        // Newcomers have nothing to report.
+        let plan = decode_plan(&choice.plan)?.into_iter().filter(|(_, report)| !report.is_empty());
+        let reports: Result<Vec<(Rank, Report)>, String> =
+            plan.map(|(rank, report)| Ok((rank, decode(report)?))).collect();
         let reports = reports?;
+        if choice.admits {
+            self.pass(rank);
+        }
         let found = recovery(&reports)?;
         let given = if self.omits(Omission::GiveNothing) { Vec::new() } else { found };
         let book = Arc::new(self.book.among(&members));
@@ -520,6 +612,26 @@ impl World {
         worker.node.open_book(0, book, &mut Vec::new()).map_err(|error| error.to_string())?;
         worker.reported = false;
         self.recover(rank, &given)
+    }
+
+    /// The gate opens: a newcomer gets what the others have.
+    fn pass(&mut self, rank: usize) {
+        if std::mem::replace(&mut self.workers[rank].passed, true) {
+            return;
+        }
+        let fresh = |own: &Own| Own {
+            memory: RealMemory::tensor(4 * own.param.len()),
+            kept: BTreeMap::new(),
+            ..own.clone()
+        };
+        let given = self.at_gate.as_ref().unwrap_or(&self.workers[rank].tensors);
+        let given: Vec<Own> = given.iter().map(fresh).collect();
+        if rank >= self.founders {
+            self.workers[rank].tensors = given;
+            self.admitted += 1;
+        } else if self.at_gate.is_none() {
+            self.at_gate = Some(given);
+        }
     }
 
     fn recover(&mut self, rank: usize, given: &[ResultGiven]) -> Result<(), String> {
@@ -624,7 +736,7 @@ impl World {
     }
 }
 
-/// Draws a job from `seed` in which up to three members are lost, and plays it until nothing is left to happen.
+/// Draws a job from `seed` in which up to three members are lost and up to two newcomers come, and plays it until nothing is left to happen.
 ///
 /// # Errors
 /// What does not hold.
@@ -663,5 +775,6 @@ pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
         failed(what, &world)
     })?;
     let epochs = world.workers.iter().map(|worker| worker.agreement.epoch()).max().unwrap_or(0);
-    Ok(Survived { epochs, given: world.given, went_on })
+    let admitted = world.admitted;
+    Ok(Survived { epochs, given: world.given, went_on, admitted })
 }

@@ -60,10 +60,19 @@ impl Hearing {
         Self { me, pulse, links: vec![link; members.end()], signs: Vec::new() }
     }
 
+    /// Newcomers have higher ranks than all before. Two that have come together are to be connected, too.
+    fn link(&mut self, peer: Rank) -> &mut Link {
+        if peer.index() >= self.links.len() {
+            self.links.resize(peer.index() + 1, Link { again_ns: Some(0), ..Link::default() });
+            self.pulse.grow(self.links.len());
+        }
+        &mut self.links[peer.index()]
+    }
+
     /// A connection is there. Whether it is to be kept.
     #[must_use]
     pub fn connected(&mut self, now_ns: u64, peer: Rank, agreement: &mut Succession) -> bool {
-        let link = &mut self.links[peer.index()];
+        let link = self.link(peer);
         if link.misspoke {
             return false;
         }
@@ -74,7 +83,7 @@ impl Hearing {
 
     /// The connection has ended. [`Hearing::look`] is to follow.
     pub fn closed(&mut self, now_ns: u64, peer: Rank) {
-        let link = &mut self.links[peer.index()];
+        let link = self.link(peer);
         (link.open, link.silent_ns) = (false, None);
         if link.departed {
             return;
@@ -84,18 +93,19 @@ impl Hearing {
 
     /// It has sent what does not fit: its connection is to be closed.
     pub fn misspoke(&mut self, now_ns: u64, peer: Rank, agreement: &mut Succession) {
-        self.links[peer.index()] = Link { misspoke: true, ..Link::default() };
+        *self.link(peer) = Link { misspoke: true, ..Link::default() };
         agreement.suspect(now_ns, peer);
     }
 
     /// A connection could not be made, by this fault. If that is this rank's own, it says nothing of the peer.
     pub fn unreachable(&mut self, now_ns: u64, peer: Rank, fault: &Fault, agreement: &mut Succession) {
-        let link = &mut self.links[peer.index()];
+        let own = fault.culprit == self.me;
+        let link = self.link(peer);
         if link.open || link.departed || link.misspoke {
             return;
         }
         link.again_ns = Some(now_ns + AGAIN_NS);
-        if fault.culprit != self.me {
+        if !own {
             link.ended_ns = None;
             agreement.suspect(now_ns, peer);
         }
@@ -103,7 +113,7 @@ impl Hearing {
 
     /// It has said goodbye.
     pub fn departed(&mut self, peer: Rank) {
-        self.links[peer.index()].departed = true;
+        self.link(peer).departed = true;
         self.pulse.goodbye_heard(peer);
     }
 
@@ -135,9 +145,16 @@ impl Hearing {
                 }
             }
         }
-        let members = agreement.members();
-        for rank in members.iter().filter(|rank| *rank != self.me) {
-            let link = &mut self.links[rank.index()];
+        let newcomers: Vec<Rank> = agreement.newcomers().collect();
+        for rank in newcomers {
+            // It dials again by itself, and says so.
+            if self.link(rank).ended_ns.take().is_some() {
+                agreement.suspect(now_ns, rank);
+            }
+        }
+        let (me, members) = (self.me, agreement.members());
+        for rank in members.iter().filter(|rank| *rank != me) {
+            let link = self.link(rank);
             if !link.open && link.again_ns.take_if(|again_ns| *again_ns <= now_ns).is_some() {
                 errands.dials.push(rank);
             }

@@ -6,6 +6,7 @@
 use crate::error::Error;
 use crate::limits::RANKS_MAX;
 use crate::types::Rank;
+use std::collections::BTreeMap;
 
 /// Of two ballots the one with the higher attempt counts, then that of the higher rank. No two are alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -37,6 +38,8 @@ pub struct NextMembers {
     pub epoch: u32,
     /// The members of the next one, in ascending order.
     pub ranks: Vec<Rank>,
+    /// Whether all programs waited for newcomers: whoever is not among the ranks now does not come.
+    pub admits: bool,
     /// How what is unfinished goes on, as the leader's driver made it.
     pub plan: Vec<u8>,
 }
@@ -61,10 +64,16 @@ pub struct Promise {
     pub accepted: Option<(Ballot, NextMembers)>,
     /// Whom it does not hear, in ascending order.
     pub suspects: Vec<Rank>,
+    /// Of these, whom a verdict of its own finds wrong.
+    pub accuses: Vec<Rank>,
     /// It wants to leave.
     pub leaves: bool,
+    /// Its program waits at the gate, with nothing under way.
+    pub ready: bool,
     /// What it has of the epoch's exchanges.
     pub report: Vec<u8>,
+    /// The newcomers that it hears, and what each has said of itself.
+    pub newcomers: BTreeMap<Rank, Vec<u8>>,
 }
 
 /// One message. Each travels with the epoch that it is of.
@@ -86,6 +95,10 @@ pub enum MemberMessage {
     Accepted(Ballot),
     /// A quorum has accepted this.
     Chosen(NextMembers),
+    /// Its sender's program waits at the gate for newcomers.
+    Ready,
+    /// Its sender is a newcomer: what is to be known of it.
+    Present(Vec<u8>),
 }
 
 impl MemberMessage {
@@ -102,9 +115,13 @@ impl MemberMessage {
             Self::Accepted(ballot) => put_ballot(to, 4, *ballot),
             Self::Promised(ballot, promise) => {
                 put_ballot(to, 5, *ballot);
-                to.extend([u8::from(promise.leaves)]);
+                to.extend([u8::from(promise.leaves), u8::from(promise.ready)]);
                 put_ranks(to, &promise.suspects);
+                put_ranks(to, &promise.accuses);
                 put_bytes(to, &promise.report);
+                let newcomers: Vec<Rank> = promise.newcomers.keys().copied().collect();
+                put_ranks(to, &newcomers);
+                promise.newcomers.values().for_each(|said| put_bytes(to, said));
                 match &promise.accepted {
                     Some((ballot, choice)) => {
                         put_ballot(to, 1, *ballot);
@@ -120,6 +137,11 @@ impl MemberMessage {
             Self::Chosen(choice) => {
                 to.push(7);
                 put_choice(to, choice);
+            }
+            Self::Ready => to.push(8),
+            Self::Present(said) => {
+                to.push(9);
+                put_bytes(to, said);
             }
         }
         bytes
@@ -139,13 +161,20 @@ impl MemberMessage {
             3 => Self::Refused(from.ballot()?),
             4 => Self::Accepted(from.ballot()?),
             5 => {
-                let (ballot, leaves) = (from.ballot()?, from.flag()?);
-                let (suspects, report) = (from.ranks()?, from.bytes()?);
+                let (ballot, leaves, ready) = (from.ballot()?, from.flag()?, from.flag()?);
+                let (suspects, accuses, report) = (from.ranks()?, from.ranks()?, from.bytes()?);
+                let newcomers = from.ranks()?.into_iter().map(|rank| Ok((rank, from.bytes()?)));
+                let newcomers = newcomers.collect::<Result<_, String>>()?;
                 let accepted = if from.flag()? { Some((from.ballot()?, from.choice()?)) } else { None };
-                Self::Promised(ballot, Promise { accepted, suspects, leaves, report })
+                Self::Promised(
+                    ballot,
+                    Promise { accepted, suspects, accuses, leaves, ready, report, newcomers },
+                )
             }
             6 => Self::Propose(from.ballot()?, from.choice()?),
             7 => Self::Chosen(from.choice()?),
+            8 => Self::Ready,
+            9 => Self::Present(from.bytes()?),
             kind => return Err(format!("a message of unknown kind {kind} on the next members")),
         };
         match from.0.len() {
@@ -173,6 +202,7 @@ fn put_bytes(to: &mut Vec<u8>, bytes: &[u8]) {
 
 fn put_choice(to: &mut Vec<u8>, choice: &NextMembers) {
     to.extend(choice.epoch.to_le_bytes());
+    to.push(u8::from(choice.admits));
     put_ranks(to, &choice.ranks);
     put_bytes(to, &choice.plan);
 }
@@ -235,14 +265,15 @@ impl MessageReader<'_> {
     }
 
     fn choice(&mut self) -> Result<NextMembers, String> {
-        Ok(NextMembers { epoch: self.u32()?, ranks: self.ranks()?, plan: self.bytes()? })
+        let (epoch, admits) = (self.u32()?, self.flag()?);
+        Ok(NextMembers { epoch, ranks: self.ranks()?, admits, plan: self.bytes()? })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::collection::{btree_set, vec};
+    use proptest::collection::{btree_map, btree_set, vec};
     use proptest::option;
     use proptest::prelude::*;
 
@@ -255,16 +286,24 @@ mod tests {
     }
 
     fn choices() -> impl Strategy<Value = NextMembers> {
-        (any::<u32>(), ranks(), vec(any::<u8>(), 0..40)).prop_map(|(epoch, ranks, plan)| NextMembers {
-            epoch,
-            ranks,
-            plan,
-        })
+        (any::<u32>(), ranks(), any::<bool>(), vec(any::<u8>(), 0..40))
+            .prop_map(|(epoch, ranks, admits, plan)| NextMembers { epoch, ranks, admits, plan })
     }
 
     fn promises() -> impl Strategy<Value = Promise> {
-        (option::of((ballots(), choices())), ranks(), any::<bool>(), vec(any::<u8>(), 0..40))
-            .prop_map(|(accepted, suspects, leaves, report)| Promise { accepted, suspects, leaves, report })
+        let newcomers = btree_map((0..RANKS_MAX).prop_map(Rank), vec(any::<u8>(), 0..9), 0..4);
+        let accepted = option::of((ballots(), choices()));
+        (accepted, [ranks(), ranks()], any::<[bool; 2]>(), vec(any::<u8>(), 0..40), newcomers).prop_map(
+            |(accepted, [suspects, accuses], [leaves, ready], report, newcomers)| Promise {
+                accepted,
+                suspects,
+                accuses,
+                leaves,
+                ready,
+                report,
+                newcomers,
+            },
+        )
     }
 
     fn messages() -> impl Strategy<Value = MemberMessage> {
@@ -277,6 +316,8 @@ mod tests {
             (ballots(), promises()).prop_map(|(ballot, promise)| MemberMessage::Promised(ballot, promise)),
             (ballots(), choices()).prop_map(|(ballot, choice)| MemberMessage::Propose(ballot, choice)),
             choices().prop_map(MemberMessage::Chosen),
+            Just(MemberMessage::Ready),
+            vec(any::<u8>(), 0..40).prop_map(MemberMessage::Present),
         ]
     }
 

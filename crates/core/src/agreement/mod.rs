@@ -19,7 +19,12 @@
 //! for a while: the ballots decide. Who is outbid waits before it asks again, the longer the higher its rank.
 //!
 //! **Who stays.** Those that have promised, that hear each other, and that do not leave; of two that do not hear each other, the one that more
-//! others do not hear goes, or the higher rank. Who is left out and lives is told so by those that it is still connected with.
+//! others do not hear goes; else the one whom a verdict finds wrong, or the higher rank. Who is left out and lives is told so by those that it is still connected with.
+//!
+//! **Who comes.** A *newcomer* is no member: it is not asked, and counts for no quorum. It is connected with members, and says what is to be
+//! known of it ([`MemberMessage::Present`]). Members whose programs all wait for newcomers, at a step that they have agreed on, say so to each
+//! other ([`Succession::ready`]) and end the epoch. Those of these newcomers that all members hear are in the next one. Whom all hear, and do
+//! not wait for, the plan has, too: so they agree for whom to wait, and where. A newcomer hears what is chosen as everybody does.
 //!
 //! What this leaves out: what a suspicion rests on ([`Hearing`]), what reports and plans say ([`crate::recovery`]), connections.
 
@@ -61,7 +66,8 @@ pub enum Effect {
     Send(Rank, u32, MemberMessage),
     /// Take in and send nothing more of this epoch's exchanges; then tell [`Succession::frozen`] what there is.
     Freeze,
-    /// This member leads: make a plan of what those who stay have reported, and tell [`Succession::planned`]. The ballot says of which.
+    /// This member leads: make a plan of what those who stay have reported, and newcomers have said, and tell [`Succession::planned`]. The
+    /// ballot says of which.
     Plan(Ballot, Vec<(Rank, Vec<u8>)>),
     /// The next epoch has begun. Who is not among its members ends.
     Chosen(NextMembers),
@@ -77,10 +83,22 @@ pub struct Succession {
     enough: Option<u32>,
     /// Whom this member does not hear.
     suspects: BTreeSet<Rank>,
+    /// Of these, whom a verdict of this member's finds wrong.
+    accused: BTreeSet<Rank>,
     /// Who hears too few to lead.
     yielded: BTreeSet<Rank>,
     leaves: bool,
-    /// This epoch is to end: somebody is lost, or leaves.
+    /// Newcomers that this member hears, and what each has said of itself.
+    newcomers: BTreeMap<Rank, Vec<u8>>,
+    /// Who is connected and no member, newcomers among them: they are told what is chosen.
+    guests: BTreeSet<Rank>,
+    /// Whose programs wait for newcomers, and for which: the same for all.
+    ready: BTreeSet<Rank>,
+    awaited: Vec<Rank>,
+    /// What this rank says of itself as long as it is a newcomer, and with whom it is connected.
+    presents: Option<Vec<u8>>,
+    met: BTreeSet<Rank>,
+    /// This epoch is to end: somebody is lost, leaves, or comes.
     ends: bool,
     /// Asked for a report, and the report.
     asked: bool,
@@ -117,8 +135,15 @@ impl Succession {
             ranks: members.iter().collect(),
             enough,
             suspects: BTreeSet::new(),
+            accused: BTreeSet::new(),
             yielded: BTreeSet::new(),
             leaves: false,
+            newcomers: BTreeMap::new(),
+            guests: BTreeSet::new(),
+            ready: BTreeSet::new(),
+            awaited: Vec::new(),
+            presents: None,
+            met: BTreeSet::new(),
             ends: false,
             asked: false,
             report: None,
@@ -136,6 +161,12 @@ impl Succession {
             past: BTreeMap::new(),
             effects: Vec::new(),
         }
+    }
+
+    /// Of a rank that is to be a member, and is connected with none yet; it says this of itself.
+    #[must_use]
+    pub fn newcomer(me: Rank, members: &Members, enough: Option<u32>, said: Vec<u8>) -> Self {
+        Self { presents: Some(said), ..Self::new(me, members, enough) }
     }
 
     /// What is to be done, in this order. To be called after every other call.
@@ -219,14 +250,57 @@ impl Succession {
         Some(Error::PeerLost { rank: me, reason })
     }
 
-    /// Whether this member is none any more: the others have chosen to go on without it.
+    /// Whether this rank is no member any more, because the others have chosen to go on without it, or none yet.
     #[must_use]
     pub fn is_out(&self) -> bool {
         !self.ranks.contains(&self.me)
     }
 
+    /// Whether it waits to be a member.
+    #[must_use]
+    pub fn is_newcomer(&self) -> bool {
+        self.presents.is_some()
+    }
+
+    /// The newcomers that this member hears.
+    pub fn newcomers(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.newcomers.keys().copied()
+    }
+
+    /// This member's program waits for these newcomers, at a step that all have agreed on, with nothing under way, and has waited enough:
+    /// once all do the epoch ends. To be said in each epoch anew.
+    pub fn ready(&mut self, now_ns: u64, awaited: &[Rank]) {
+        if self.is_out() || !self.ready.insert(self.me) {
+            return;
+        }
+        self.awaited = awaited.to_vec();
+        let others: Vec<Rank> = self.heard().filter(|rank| *rank != self.me).collect();
+        self.effects
+            .extend(others.into_iter().map(|rank| Effect::Send(rank, self.epoch, MemberMessage::Ready)));
+        self.end_if_ready(now_ns);
+    }
+
+    /// Programs have waited too long for those that do not come to where newcomers are waited for.
+    pub fn overdue(&mut self, now_ns: u64) {
+        let late: Vec<Rank> = self.heard().filter(|rank| !self.ready.contains(rank)).collect();
+        self.end_without(now_ns, &late);
+    }
+
+    fn end_if_ready(&mut self, now_ns: u64) {
+        if !self.ends && self.heard().all(|rank| self.ready.contains(&rank)) {
+            self.end(now_ns);
+        }
+    }
+
     /// The connection to a peer has ended, or nothing comes from it.
     pub fn suspect(&mut self, now_ns: u64, peer: Rank) {
+        self.met.remove(&peer);
+        self.guests.remove(&peer);
+        if self.newcomers.remove(&peer).is_some() && !self.is_out() && !self.ranks.contains(&peer) {
+            // It may be a member already, by a choice that this one does not know yet.
+            self.suspects.insert(peer);
+            return;
+        }
         if peer == self.me || self.is_out() || !self.ranks.contains(&peer) || !self.suspects.insert(peer) {
             return;
         }
@@ -239,15 +313,39 @@ impl Succession {
     /// It is heard again, by a new connection. What was under way on the old one is said again.
     pub fn heard_again(&mut self, now_ns: u64, peer: Rank) {
         self.suspects.remove(&peer);
+        self.accused.remove(&peer);
+        self.met.insert(peer);
+        if !self.ranks.contains(&peer) {
+            self.guests.insert(peer);
+        }
         self.yielded.clear();
         // One that has missed several asks for the others.
         let missed = self.past.last_key_value().map(|(_, choice)| MemberMessage::Chosen(choice.clone()));
-        let asks = self.proposal.as_ref().and_then(|proposal| proposal.asks(peer));
-        self.effects
-            .extend(missed.into_iter().chain(asks).map(|message| Effect::Send(peer, self.epoch, message)));
+        self.effects.extend(missed.map(|message| Effect::Send(peer, self.epoch, message)));
+        self.say_again(peer);
         if self.ends && !self.is_out() {
             self.urge(now_ns);
         }
+    }
+
+    /// What is under way, to a peer that may have heard nothing of it.
+    fn say_again(&mut self, peer: Rank) {
+        let asks = self.proposal.as_ref().and_then(|proposal| proposal.asks(peer));
+        let ready = self.ready.contains(&self.me).then_some(MemberMessage::Ready);
+        let again = asks.into_iter().chain(ready).map(|message| Effect::Send(peer, self.epoch, message));
+        self.effects.extend(again);
+        self.present();
+    }
+
+    /// As a newcomer: says so, once it is connected with all. Members need not agree on one that some of them will never hear.
+    fn present(&mut self) {
+        let Some(said) =
+            self.presents.clone().filter(|_| self.ranks.iter().all(|rank| self.met.contains(rank)))
+        else {
+            return;
+        };
+        let said = |rank: &Rank| Effect::Send(*rank, self.epoch, MemberMessage::Present(said.clone()));
+        self.effects.extend(self.ranks.iter().map(said));
     }
 
     /// This epoch is to end, whoever is in the next one: all may be.
@@ -260,6 +358,7 @@ impl Succession {
 
     /// As [`Succession::end`], because of these: they are in the next one only if they are heard anew.
     pub fn end_without(&mut self, now_ns: u64, out: &[Rank]) {
+        self.accused.extend(out);
         out.iter().for_each(|rank| self.suspect(now_ns, *rank));
         self.end(now_ns);
     }
@@ -284,8 +383,8 @@ impl Succession {
         let Some(proposal) = self.proposal.as_mut().filter(|proposal| proposal.ballot == ballot) else {
             return;
         };
-        let Some(ranks) = proposal.planned.take() else { return };
-        self.propose(now_ns, NextMembers { epoch: self.epoch, ranks, plan });
+        let Some((ranks, admits)) = proposal.planned.take() else { return };
+        self.propose(now_ns, NextMembers { epoch: self.epoch, ranks, admits, plan });
     }
 
     /// A member, or one of an earlier epoch, has said this.
@@ -297,21 +396,35 @@ impl Succession {
             return self.choose(now_ns, choice);
         }
         if epoch < self.epoch {
-            let told = self
-                .past
-                .get(&epoch)
-                .cloned()
+            let missed: Vec<NextMembers> =
+                self.past.range(epoch..).map(|(_, choice)| choice.clone()).collect();
+            let told = missed
+                .into_iter()
                 .map(|choice| Effect::Send(from, self.epoch, MemberMessage::Chosen(choice)));
-            return self.effects.extend(told);
+            self.effects.extend(told);
+            return self.say_again(from);
         }
         if epoch > self.epoch {
             return self.effects.push(Effect::Send(from, self.epoch, MemberMessage::Ends));
         }
-        if self.is_out() || !self.ranks.contains(&from) {
+        if self.is_out() {
+            return;
+        }
+        if let MemberMessage::Present(said) = message {
+            if !self.ranks.contains(&from) {
+                self.newcomers.insert(from, said);
+            }
+            return;
+        }
+        if !self.ranks.contains(&from) {
             return;
         }
         match message {
-            MemberMessage::Chosen(_) => {}
+            MemberMessage::Chosen(_) | MemberMessage::Present(_) => {}
+            MemberMessage::Ready => {
+                self.ready.insert(from);
+                self.end_if_ready(now_ns);
+            }
             MemberMessage::Ends => {
                 self.ends = true;
                 // Who has told this member takes it for the leader; whoever this one takes for it should know.
@@ -440,8 +553,11 @@ impl Succession {
         let promise = Promise {
             accepted: self.accepted.clone(),
             suspects: self.suspects.iter().copied().collect(),
+            accuses: self.accused.iter().copied().collect(),
             leaves: self.leaves,
+            ready: self.ready.contains(&self.me),
             report,
+            newcomers: self.newcomers.clone(),
         };
         self.tell(now_ns, ballot.leader, MemberMessage::Promised(ballot, promise));
     }
@@ -474,13 +590,19 @@ impl Succession {
             }
             return;
         }
-        let reports: Vec<(Rank, Vec<u8>)> =
-            ranks.iter().map(|rank| (*rank, proposal.promises[rank].report.clone())).collect();
+        let of_member = |rank: &Rank| (*rank, proposal.promises[rank].report.clone());
+        let mut reports: BTreeMap<Rank, Vec<u8>> = ranks.iter().map(of_member).collect();
+        let (newcomers, all_wait) = proposal.newcomers(&ranks);
         let ballot = proposal.ballot;
+        // Who leads and does not wait itself knows nobody who is waited for.
+        let admits = all_wait && self.ready.contains(&self.me);
+        let admitted = self.awaited.iter().filter(|rank| admits && newcomers.contains_key(rank));
+        let members: BTreeSet<Rank> = ranks.iter().chain(admitted).copied().collect();
+        reports.extend(newcomers);
         if let Some(proposal) = &mut self.proposal {
-            proposal.planned = Some(ranks);
+            proposal.planned = Some((members.into_iter().collect(), admits));
         }
-        self.effects.push(Effect::Plan(ballot, reports));
+        self.effects.push(Effect::Plan(ballot, reports.into_iter().collect()));
     }
 
     fn propose(&mut self, now_ns: u64, choice: NextMembers) {
@@ -530,15 +652,20 @@ impl Succession {
             return;
         }
         let told = MemberMessage::Chosen(choice.clone());
-        let others: Vec<Rank> = self.heard().filter(|rank| *rank != self.me).collect();
+        let others = self.heard().chain(self.guests.iter().copied()).chain(choice.ranks.iter().copied());
+        let others: BTreeSet<Rank> =
+            others.filter(|rank| *rank != self.me && !self.suspects.contains(rank)).collect();
         self.effects.extend(others.into_iter().map(|rank| Effect::Send(rank, self.epoch, told.clone())));
         self.past.insert(self.epoch, choice.clone());
         while self.past.len() > PAST_MAX {
             self.past.pop_first();
         }
         self.epoch += 1;
-        self.ranks.clone_from(&choice.ranks);
+        let before = std::mem::replace(&mut self.ranks, choice.ranks.clone());
         self.suspects.retain(|rank| choice.ranks.contains(rank));
+        self.accused.retain(|rank| choice.ranks.contains(rank));
+        self.guests.retain(|rank| !choice.ranks.contains(rank));
+        (self.newcomers, self.ready, self.awaited) = (BTreeMap::new(), BTreeSet::new(), Vec::new());
         self.yielded.clear();
         (self.ends, self.asked, self.report, self.owed) = (false, false, None, false);
         (self.promised, self.seen) = (Ballot::default(), Ballot::default());
@@ -546,8 +673,17 @@ impl Succession {
         (self.too_few, self.outdated, self.urged) = (false, false, None);
         (self.ending_ns, self.lacking_ns) = (None, None);
         self.effects.push(Effect::Chosen(choice));
+        if self.is_out() {
+            return self.present();
+        }
+        if self.presents.take().is_some() {
+            // It has met all; whom it does not hear any more is lost since.
+            let lost =
+                before.into_iter().filter(|rank| self.ranks.contains(rank) && !self.met.contains(rank));
+            self.suspects.extend(lost.collect::<Vec<_>>());
+        }
         // Of those who stay, some may be lost since.
-        if self.ranks.contains(&self.me) && !self.suspects.is_empty() {
+        if !self.suspects.is_empty() {
             self.ends = true;
             self.urge(now_ns);
         }

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct Proposal {
     pub(super) ballot: Ballot,
     pub(super) promises: BTreeMap<Rank, Promise>,
-    /// Who stays, while a plan is made.
-    pub(super) planned: Option<Vec<Rank>>,
+    /// Who is in the next epoch, while a plan is made, and whether all programs wait.
+    pub(super) planned: Option<(Vec<Rank>, bool)>,
     pub(super) choice: Option<NextMembers>,
     pub(super) agreed: BTreeSet<Rank>,
 }
@@ -42,6 +42,16 @@ impl Proposal {
         self.promises.values().filter(|promise| promise.leaves).count()
     }
 
+    /// Newcomers that all of those who stay hear, with what each has said of itself; and whether the programs of all wait for newcomers.
+    pub(super) fn newcomers(&self, staying: &[Rank]) -> (BTreeMap<Rank, Vec<u8>>, bool) {
+        let mut promises = staying.iter().map(|rank| &self.promises[rank]);
+        let all_wait = promises.clone().all(|promise| promise.ready);
+        let Some(first) = promises.next() else { return (BTreeMap::new(), false) };
+        let mut heard = first.newcomers.clone();
+        promises.for_each(|promise| heard.retain(|rank, _| promise.newcomers.contains_key(rank)));
+        (heard, all_wait)
+    }
+
     /// Of those that have promised: those that hear each other, do not leave, and are not lost since.
     pub(super) fn staying(&self, lost: &BTreeSet<Rank>) -> Vec<Rank> {
         let stays =
@@ -50,9 +60,12 @@ impl Proposal {
         let deaf = |one: Rank, other: Rank| {
             self.promises[&one].suspects.contains(&other) || self.promises[&other].suspects.contains(&one)
         };
+        let accused =
+            |rank: Rank| self.promises.values().filter(|promise| promise.accuses.contains(&rank)).count();
         loop {
             let unheard = |rank: Rank| staying.iter().filter(|other| deaf(rank, **other)).count();
-            let worst = staying.iter().copied().max_by_key(|rank| (unheard(*rank), *rank));
+            // Of two of whom one accuses the other, the accused goes, and not who has found it out.
+            let worst = staying.iter().copied().max_by_key(|rank| (unheard(*rank), accused(*rank), *rank));
             match worst.filter(|rank| unheard(*rank) > 0) {
                 Some(rank) => staying.remove(&rank),
                 None => return staying.into_iter().collect(),

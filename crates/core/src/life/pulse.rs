@@ -92,6 +92,11 @@ impl Pulse {
         Self { timeout_ns, beat_ns, looked_ns: now_ns, back_ns: now_ns, peers }
     }
 
+    /// Takes in peers with ranks up to this one, without.
+    pub fn grow(&mut self, end: usize) {
+        self.peers.resize(self.peers.len().max(end), Goodbyes::default());
+    }
+
     /// Looks at the clock; appends what follows to `signs`. Says if this process was away since the last look: what others
     /// sent meanwhile waits to be read, and nobody was silent but this rank.
     pub fn look(
