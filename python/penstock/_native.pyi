@@ -453,6 +453,27 @@ class Engine:
         over before.
         """
 
+    def knock(self, number: int) -> None:
+        """A newcomer asks to take part, by a number that it has drawn: members agree on its rank (`announced`)."""
+
+    def announced(self) -> list[tuple[int, int, int | None]]:
+        """Newcomers that have a rank, and are no members yet: their numbers, ranks, and from which step on they count.
+
+        That is None until all members hear them.
+        """
+
+    def job_state(self) -> bytes:
+        """What a newcomer must know of the job, for `come`."""
+
+    def come(self, state: bytes, host: str, enough: int | None, limit_s: float) -> bool:
+        """As a newcomer whose rank is announced, reached by others at ``host``: whether it is a member in time."""
+
+    def await_newcomers(self, step: int) -> None:
+        """With nothing under way, about to begin this step: wait for newcomers that count from it.
+
+        Returns once they have come, or it is agreed that they do not.
+        """
+
     def begin_step(self, step: int) -> None:
         """Say that the program begins this step, from 1, or deals samples for it: who is chosen later counts later.
 

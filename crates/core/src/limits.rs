@@ -2,6 +2,8 @@
 
 /// Largest number of ranks in a job.
 pub const RANKS_MAX: u32 = 4096;
+/// Most newcomers in the life of a job.
+pub const NEWCOMERS_MAX: u32 = 1024;
 /// Largest number of lanes of a process.
 pub const LANES_MAX: u32 = 64;
 /// Largest number of books open at once: gradients, parameters and buffers of each distributed model.

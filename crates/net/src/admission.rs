@@ -103,6 +103,8 @@ pub type Deliver = Box<dyn Fn(Delivery) + Send>;
 struct SharedWithLanes {
     pairs: Pairs,
     asked: Mutex<Vec<DialKey>>,
+    /// Where peers are that have come since.
+    moved: Mutex<Vec<(Rank, SocketAddr)>>,
     stop: AtomicBool,
     waker: Waker,
 }
@@ -147,6 +149,7 @@ impl Admission {
         let shared = Arc::new(SharedWithLanes {
             pairs: Pairs::new(config.rank, config.ranks, config.lanes),
             asked: Mutex::new(Vec::new()),
+            moved: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
             waker: Waker::new(poll.registry(), WAKER)?,
         });
@@ -166,6 +169,11 @@ impl Admission {
             self.shared.asked.lock().push((lane, peer));
             self.shared.wake();
         }
+    }
+
+    /// A newcomer's listener is here, from the next dial on.
+    pub fn moved(&self, peer: Rank, address: SocketAddr) {
+        self.shared.moved.lock().push((peer, address));
     }
 
     /// Tells that the connection of `lane` to `peer` is gone, so that it may be dialled again.
@@ -315,6 +323,9 @@ impl Gate {
     }
 
     fn start_asked(&mut self) {
+        for (peer, address) in mem::take(&mut *self.shared.moved.lock()) {
+            self.addresses[peer.index()] = address;
+        }
         let asked = mem::take(&mut *self.shared.asked.lock());
         for key in asked {
             self.start_dial(key);

@@ -39,14 +39,26 @@ pub(crate) enum CouncilWord {
     Freeze,
     /// The epoch has ended with this.
     Chosen(NextMembers),
+    /// It hears these newcomers.
+    Heard(Vec<Rank>),
     /// This rank cannot go on.
     Failed(Failure),
 }
 
 /// What the council is told.
 enum Said {
-    EndEpoch { epoch: u32, out: Vec<Rank>, why: String },
+    EndEpoch {
+        epoch: u32,
+        out: Vec<Rank>,
+        why: String,
+    },
     Frozen(Vec<u8>),
+    /// This rank's program waits for these.
+    Ready(u32, Vec<Rank>),
+    /// It has waited too long for others to do so.
+    Overdue(u32),
+    /// Where a newcomer is to be reached.
+    Moved(Rank, SocketAddr),
     Connected(Rank, Transport),
     Unreachable(Rank, Fault),
     Goodbye,
@@ -79,6 +91,8 @@ pub(crate) struct CouncilConfig {
     pub(crate) enough: Option<u32>,
     pub(crate) addresses: Vec<SocketAddr>,
     pub(crate) admission: AdmissionConfig,
+    /// Of a newcomer: what it says of itself.
+    pub(crate) newcomer: Option<Vec<u8>>,
 }
 
 impl CouncilHandle {
@@ -121,6 +135,21 @@ impl CouncilHandle {
         self.inbox.put(Said::Frozen(report));
     }
 
+    /// In this epoch this rank's program waits for these newcomers, with nothing under way.
+    pub(crate) fn ready(&self, epoch: u32, awaited: Vec<Rank>) {
+        self.inbox.put(Said::Ready(epoch, awaited));
+    }
+
+    /// It has waited too long: whoever does not wait yet is left out.
+    pub(crate) fn overdue(&self, epoch: u32) {
+        self.inbox.put(Said::Overdue(epoch));
+    }
+
+    /// Where a newcomer's council is to be reached.
+    pub(crate) fn moved(&self, peer: Rank, address: SocketAddr) {
+        self.inbox.put(Said::Moved(peer, address));
+    }
+
     /// This rank ends in order.
     pub(crate) fn goodbye(&self) {
         self.inbox.put(Said::Goodbye);
@@ -152,6 +181,9 @@ struct Council {
     connections: Vec<Option<Connection>>,
     hearing: Hearing,
     succession: Succession,
+    /// The newcomers that the engine was told of, and those that were there at the last look.
+    told_of: Vec<Rank>,
+    seen: Vec<Rank>,
     /// What has ended it, as far as this rank knows.
     why: String,
     /// The engine was told that this rank cannot go on.
@@ -170,13 +202,19 @@ impl Council {
         driver: Sender<CouncilWord>,
     ) -> Self {
         let CouncilConfig {
-            members, enough, admission: AdmissionConfig { rank: me, peer_timeout, .. }, ..
+            members,
+            enough,
+            newcomer,
+            admission: AdmissionConfig { rank: me, ranks, peer_timeout, .. },
+            ..
         } = config;
         let now = Instant::now();
+        // Newcomers may say something, too.
+        let everybody = Members::all(*ranks);
         let of_node = node::Config {
             rank: *me,
-            members: members.clone(),
-            workers: members.clone(),
+            members: everybody.clone(),
+            workers: everybody,
             lane: 0,
             lanes: 1,
             window_bytes: 0,
@@ -191,9 +229,14 @@ impl Council {
             driver,
             node: Node::watched(of_node, RealMemory::new(Arc::clone(&shared.pool)), Recorder::default()),
             actions: Vec::new(),
-            connections: (0..members.end()).map(|_| None).collect(),
+            connections: (0..*ranks).map(|_| None).collect(),
             hearing: Hearing::new(*me, members, ns(*peer_timeout), shared.ns_of(now)),
-            succession: Succession::new(*me, members, *enough),
+            succession: match newcomer {
+                Some(said) => Succession::newcomer(*me, members, *enough, said.clone()),
+                None => Succession::new(*me, members, *enough),
+            },
+            told_of: Vec::new(),
+            seen: Vec::new(),
             shared,
             why: String::new(),
             failed: false,
@@ -255,6 +298,16 @@ impl Council {
             }
             Said::EndEpoch { .. } => {}
             Said::Frozen(report) => self.succession.frozen(now_ns, report),
+            Said::Ready(epoch, awaited) if epoch == self.succession.epoch() => {
+                self.succession.ready(now_ns, &awaited);
+            }
+            Said::Overdue(epoch) if epoch == self.succession.epoch() => self.succession.overdue(now_ns),
+            Said::Ready(..) | Said::Overdue(_) => {}
+            Said::Moved(peer, address) => {
+                if let Some(admission) = self.admission.get() {
+                    admission.moved(peer, address);
+                }
+            }
             Said::Connected(peer, transport) => self.connected(peer, transport),
             Said::Unreachable(peer, fault) => {
                 self.hearing.unreachable(now_ns, peer, &fault, &mut self.succession);
@@ -369,6 +422,8 @@ impl Council {
                     }
                     Effect::Chosen(choice) => {
                         self.why.clear();
+                        self.told_of.clear();
+                        self.seen.clear();
                         self.tell(CouncilWord::Chosen(choice));
                     }
                 }
@@ -404,6 +459,13 @@ impl Council {
             errands.dials.into_iter().for_each(|peer| admission.dial(0, peer));
         }
         self.follow();
+        // Not at once: a newcomer connects with all, and one is first.
+        let present: Vec<Rank> = self.succession.newcomers().collect();
+        if present == self.seen && present != self.told_of {
+            self.told_of.clone_from(&present);
+            self.tell(CouncilWord::Heard(present.clone()));
+        }
+        self.seen = present;
         if let Some(error) = self.succession.given_up(now_ns, ns(self.peer_timeout), &self.why) {
             self.fail(error.into());
         }

@@ -23,6 +23,7 @@ use parking_lot::{Mutex, RwLock};
 use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
+use penstock_core::limits::{NEWCOMERS_MAX, RANKS_MAX};
 use penstock_core::observe::{Counters, Point};
 use penstock_core::roles::Roles;
 use penstock_core::{
@@ -103,6 +104,11 @@ impl EngineConfig {
     pub(crate) fn workers(&self) -> u32 {
         self.size - self.servers
     }
+
+    /// How many ranks there may ever be, newcomers included.
+    pub(crate) fn ranks_most(&self) -> u32 {
+        if self.elastic { (self.size + NEWCOMERS_MAX).min(RANKS_MAX) } else { self.size }
+    }
 }
 
 /// Memory of the program, as it hands it over with a [`Submission`].
@@ -169,7 +175,7 @@ impl Engine {
     /// # Errors
     /// `Config` if an option is out of bounds or the address cannot be bound.
     pub fn bind(mut config: EngineConfig) -> Result<Self, Failure> {
-        if config.rank >= config.size {
+        if config.rank >= config.ranks_most() {
             return Err(Failure::config(format!(
                 "rank {} of {} ranks: ranks count from 0",
                 config.rank, config.size
@@ -205,7 +211,10 @@ impl Engine {
         let pool = Pool::new(POOL_KEEP_BYTES);
         let laneless = Mutex::new((call::laneless(), RealMemory::new(Arc::clone(&pool))));
         let (me, workers) = (Rank(config.rank), config.workers());
-        let shared = Shared::new(me, config.size, workers, config.lanes, pool);
+        let mut shared = Shared::new(me, config.size, workers, config.lanes, pool);
+        if config.elastic {
+            shared.workers = RANKS_MAX; // whoever may come is none of a server
+        }
         let rings = new_rings(&config, config.observations);
         Ok(Self {
             inner: Arc::new(Inner {
@@ -260,6 +269,7 @@ impl Engine {
             check_elastic(name, &tensors)?;
             roles.rules.recoverable = true;
         }
+        let size = size.max(self.inner.members().end() as u32);
         if let Some(rank) = roles.members.iter().find(|rank| rank.0 >= size) {
             return Err(Failure::config(format!(
                 "{name}: rank {rank} is a member, but there are {size} ranks"
@@ -272,6 +282,7 @@ impl Engine {
             .filter(|id| usize::from(*id) < penstock_core::limits::BOOKS_MAX);
         let id = id.ok_or_else(|| Failure::config(format!("{name}: no more than {} books (a distribute takes two); start the job anew with shutdown() and init()", books.len())))?;
         let open = Arc::new(OpenBook::new(id, book, Arc::clone(&self.inner.shared)));
+        self.inner.go_on_from_others(&open)?;
         for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Open(Arc::clone(&open)));
         }
@@ -648,6 +659,7 @@ impl Engine {
         counters.extend(past);
         let books = self.inner.books.read();
         let EngineConfig { size, lanes, .. } = self.inner.config;
+        let size = size.max(self.inner.members().end() as u32);
         let counted = report::count(shared.me, size, lanes, &counters, &books);
         let slices = counted.slices + self.inner.own_slices.load(Ordering::Relaxed);
         let (pool_bytes, line_bytes_per_s) = (shared.pool.bytes() as u64, shared.highest_bytes_per_s());

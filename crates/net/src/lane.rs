@@ -417,7 +417,9 @@ impl Lane {
                 if let Some(bytes_per_s) = self.bound_bytes_per_s() {
                     connection.bind_send_buffer(bytes_per_s);
                 }
-                self.peers[peer.index()].connection = Some(connection);
+                // A rank that is no member of this epoch has none here.
+                let Some(place) = self.peers.get_mut(peer.index()) else { return };
+                place.connection = Some(connection);
                 self.shared.live(|life, _| life.connected(peer));
                 self.enqueue(peer.index());
             }

@@ -215,6 +215,11 @@ impl Shared {
         self.live(|life, _| life.epoch_ends());
     }
 
+    /// Nothing begins until the first epoch of a newcomer does.
+    pub(crate) fn hold(&self) {
+        self.frozen.store(true, Ordering::SeqCst);
+    }
+
     /// See `freeze`.
     pub(crate) fn is_frozen(&self) -> bool {
         self.frozen.load(Ordering::SeqCst)
@@ -318,7 +323,7 @@ impl Shared {
         mut done: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<Waited<T>, Stop> {
         let mut state = self.lock();
-        let mut checked = Instant::now();
+        let (mut checked, mut asked) = (Instant::now(), false);
         loop {
             if let Some(result) = done(&mut state) {
                 return Ok(Waited::Came(result));
@@ -330,8 +335,8 @@ impl Shared {
             let now = Instant::now();
             let left = Duration::from_nanos(wait.until_ns().saturating_sub(self.ns_of(now)));
             let check = INTERRUPT_CHECK.saturating_sub(now.saturating_duration_since(checked));
-            // Without the lock, which comes after that of life.
-            if left.is_zero() {
+            // Without the lock, which comes after that of life. No wait is over while members agree: it is asked again after a rest.
+            if left.is_zero() && !std::mem::replace(&mut asked, true) {
                 drop(state);
                 if let Some(over) = self.over(wait) {
                     return Ok(Waited::Over(over));
@@ -349,7 +354,8 @@ impl Shared {
                 state = self.lock();
                 continue;
             }
-            let patience = check.min(left);
+            let patience = if left.is_zero() { check } else { check.min(left) };
+            asked = false;
             state.waiters += 1;
             self.changed.wait_for(&mut state, patience);
             state.waiters -= 1;

@@ -8,6 +8,7 @@ use crate::report;
 use crate::roles::BookRoles;
 use penstock_core::exchange::Field;
 use penstock_core::layout::Tensor;
+use penstock_core::membership::JobState;
 use penstock_core::types::GroupId;
 use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
 use penstock_net::{
@@ -208,6 +209,37 @@ impl Engine {
 
     fn begin_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         py.detach(|| self.engine.begin_step(step)).map_err(raise)
+    }
+
+    fn knock(&self, number: u64) -> PyResult<()> {
+        self.engine.knock(number).map_err(raise)
+    }
+
+    fn announced(&self) -> Vec<(u64, u32, Option<u64>)> {
+        self.engine.announced().into_iter().map(|one| (one.knock, one.rank.0, one.step)).collect()
+    }
+
+    fn job_state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let state = py.detach(|| self.engine.job_state()).map_err(raise)?;
+        Ok(PyBytes::new(py, &state.encode()))
+    }
+
+    #[pyo3(signature = (state, host, enough, limit_s))]
+    fn come(
+        &self,
+        py: Python<'_>,
+        state: &[u8],
+        host: &str,
+        enough: Option<u32>,
+        limit_s: f64,
+    ) -> PyResult<bool> {
+        let state = JobState::decode(state).map_err(bad_argument)?;
+        let limit = seconds("limit_s", limit_s)?;
+        py.detach(|| self.engine.come(state, host, enough, limit)).map_err(raise)
+    }
+
+    fn await_newcomers(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        py.detach(|| self.engine.await_newcomers(step)).map_err(raise)
     }
 
     fn all_gather<'py>(

@@ -213,9 +213,11 @@ impl Engine {
         // Here, so that a call that cannot be made harms neither the others nor the next call.
         calls::check(&shape, request)?;
         let lanes = self.call_lanes(group, &shape);
-        let aligned = |(address, len): &AddressRange| *len == 0 || address.is_multiple_of(dtype.size_bytes());
-        if !inputs.iter().chain(&outputs).all(aligned) {
-            return Err(Failure::config("memory that is not aligned to its elements"));
+        let usable = |(address, len): &AddressRange| {
+            *len == 0 || *address != 0 && address.is_multiple_of(dtype.size_bytes())
+        };
+        if !inputs.iter().chain(&outputs).all(usable) {
+            return Err(Failure::config("memory that is nowhere, or not aligned to its elements"));
         }
         if let Some(why) = op.refused(dtype) {
             return Err(Failure::config(format!("a call on {dtype:?}: {why}")));

@@ -9,12 +9,12 @@ use crate::admission::Listeners;
 use crate::council::{CouncilConfig, CouncilHandle, CouncilWord};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Recovering};
-use crate::shared::{OpenBook, State, ns};
+use crate::shared::{OpenBook, Shared, State, ns};
 use parking_lot::RwLockReadGuard;
 use penstock_core::agreement::{self, NextMembers};
 use penstock_core::life::WaitKind;
-use penstock_core::membership::{MembershipEntry, MembershipLog};
-use penstock_core::recovery::{self, Report, ResultGiven, decode_plan, recovery};
+use penstock_core::membership::{Announced, JobState, Knock, MemberReport, MembershipEntry, MembershipLog};
+use penstock_core::recovery::{Report, ResultGiven, decode_plan, recovery};
 use penstock_core::{Members, Rank, TensorId};
 use std::collections::BTreeSet;
 use std::io;
@@ -22,7 +22,7 @@ use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Tells the connections of the council from those of lanes.
 const COUNCIL: u32 = u32::MAX;
@@ -34,6 +34,16 @@ pub(super) struct Epochs {
     log: Option<MembershipLog>,
     /// The last step that this rank's program has begun.
     begun: u64,
+    /// Who has asked this rank to take part, and has no rank yet.
+    knocks: BTreeSet<Knock>,
+    /// Newcomers that this rank hears.
+    heard: Vec<Rank>,
+    /// This rank is one.
+    newcomer: bool,
+    /// Where slices were when it came.
+    first: Report,
+    /// By rank, of councils.
+    councils: Vec<(String, u16)>,
     /// By rank, of the present lanes.
     pub(super) addresses: Vec<(String, u16)>,
     /// Until the council begins.
@@ -54,6 +64,25 @@ impl Epochs {
         let log = Some(MembershipLog::new((0..config.size).map(Rank).collect()));
         Ok(Self { council: Some(council), council_port: Some(port), log, ..Self::default() })
     }
+}
+
+/// Where that is; nowhere if there is no such host, or nobody has come yet: whoever dials it finds out.
+fn somewhere(address: &(String, u16)) -> SocketAddr {
+    let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
+    if address.0.is_empty() { nowhere } else { resolve(address).unwrap_or(nowhere) }
+}
+
+/// Of each slice the progress of whoever has come furthest.
+fn furthest(reports: &[(Rank, Report)]) -> Report {
+    let Some((_, most)) = reports.iter().max_by_key(|(_, report)| report.len()) else { return Report::new() };
+    let of_slice = |at: usize, slice: usize| {
+        let reported = reports.iter().filter_map(|(_, report)| report.get(at)?.1.get(slice)).copied();
+        reported.max_by_key(|progress| progress.done_seq()).unwrap_or_default()
+    };
+    let of_book = |(at, (book, slices)): (usize, &(_, Vec<_>))| {
+        (*book, (0..slices.len()).map(|slice| of_slice(at, slice)).collect())
+    };
+    most.iter().enumerate().map(of_book).collect()
 }
 
 /// Listens at any port of the configured host.
@@ -91,10 +120,25 @@ impl Engine {
                 addresses.len()
             )));
         };
-        let addresses: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
-        let mut admission = self.inner.admission_config(COUNCIL);
+        self.begin_council(listeners, (*members).clone(), addresses, enough, None)
+    }
+
+    /// Starts the council, and what carries out what it wants.
+    fn begin_council(
+        &self,
+        listeners: Listeners,
+        members: Members,
+        councils: &[(String, u16)],
+        enough: Option<u32>,
+        newcomer: Option<Vec<u8>>,
+    ) -> Result<(), Failure> {
+        let ranks = self.inner.config.ranks_most();
+        let mut addresses: Vec<SocketAddr> = councils.iter().map(somewhere).collect();
+        addresses.resize(ranks as usize, somewhere(&(String::new(), 0)));
+        let mut admission = self.inner.admission_config(COUNCIL, ranks);
         (admission.lanes, admission.shared_memory) = (1, false);
-        let config = CouncilConfig { members: (*members).clone(), enough, addresses, admission };
+        let config = CouncilConfig { members, enough, addresses, admission, newcomer };
+        self.inner.epochs.lock().councils = councils.to_vec();
         let (to_driver, words) = mpsc::channel();
         let council = CouncilHandle::start(listeners, config, Arc::clone(&self.inner.shared), to_driver)?;
         self.inner.shared.with_council(council);
@@ -104,6 +148,136 @@ impl Engine {
         let driver = driver.map_err(|error| Failure::config(format!("epochs cannot begin: {error}")))?;
         self.inner.epochs.lock().driver = Some(driver);
         Ok(())
+    }
+
+    /// A newcomer has asked this rank to take part, by a number that it has drawn: the members agree on its rank ([`Engine::announced`]).
+    ///
+    /// # Errors
+    /// `Config` if members may not be lost.
+    pub fn knock(&self, knock: Knock) -> Result<(), Failure> {
+        self.alive("knock")?;
+        let Some(council) = self.inner.shared.council() else {
+            return Err(Failure::config("knock: nobody can come to a job that is not elastic"));
+        };
+        let mut epochs = self.inner.epochs.lock();
+        if epochs.log.as_ref().is_some_and(|log| log.announced().iter().any(|one| one.knock == knock)) {
+            return Ok(()); // it has a rank
+        }
+        epochs.knocks.insert(knock);
+        drop(epochs);
+        council.end_epoch(self.epoch(), Vec::new(), "a newcomer has asked".into());
+        Ok(())
+    }
+
+    /// Newcomers that have a rank, and are no members yet.
+    #[must_use]
+    pub fn announced(&self) -> Vec<Announced> {
+        self.inner.epochs.lock().log.as_ref().map_or_else(Vec::new, |log| log.announced().to_vec())
+    }
+
+    /// What a newcomer must know of the job.
+    ///
+    /// # Errors
+    /// `Config` if members may not be lost.
+    pub fn job_state(&self) -> Result<JobState, Failure> {
+        self.alive("job_state")?;
+        let _epoch = self.enter_epoch()?;
+        let epochs = self.inner.epochs.lock();
+        let Some(log) = epochs.log.clone() else {
+            return Err(Failure::config("job_state: nobody can come to a job that is not elastic"));
+        };
+        Ok(JobState { members: (*self.inner.members()).clone(), log, councils: epochs.councils.clone() })
+    }
+
+    /// As a newcomer, whose rank is announced: takes part in the job that is in this state. Returns once this rank is a member, or after `limit`,
+    /// and whether it is one; others are to reach it at `host`.
+    ///
+    /// # Errors
+    /// `Config` if this rank is none that is announced; `PeerLost` if the others go on without it.
+    pub fn come(
+        &self,
+        state: JobState,
+        host: &str,
+        enough: Option<u32>,
+        limit: Duration,
+    ) -> Result<bool, Failure> {
+        self.alive("come")?;
+        let me = Rank(self.inner.config.rank);
+        let JobState { members, log, mut councils } = state;
+        if members.contains(me) || !log.announced().iter().any(|one| one.rank == me) {
+            return Err(Failure::config(format!("come: rank {me} is none that has asked to take part")));
+        }
+        let broken = |error: io::Error| Failure::config(format!("lanes cannot be listened for: {error}"));
+        let (lanes, port) =
+            listen(&self.inner.config, self.inner.congestion_control.as_deref()).map_err(broken)?;
+        let (council, report) = {
+            let mut epochs = self.inner.epochs.lock();
+            let (council, council_port) = (epochs.council.take(), epochs.council_port.unwrap_or(0));
+            (epochs.next, epochs.newcomer, epochs.log) = (Some(lanes), true, Some(log));
+            let report = MemberReport { host: host.into(), port, council_port, ..MemberReport::default() };
+            let end = councils.len().max(me.index() + 1);
+            councils.resize(end, (String::new(), 0));
+            councils[me.index()] = (host.into(), council_port);
+            epochs.addresses = vec![(String::new(), 0); end];
+            epochs.addresses[me.index()] = (host.into(), port);
+            (council, report)
+        };
+        let Some(council) = council else {
+            return Err(Failure::config(
+                "come: this rank has a council already, or is not of an elastic job",
+            ));
+        };
+        *self.inner.members.write() = Arc::new(members.clone());
+        self.inner.shared.hold();
+        self.begin_council(council, members, &councils, enough, Some(report.encode()))?;
+        self.await_epoch(limit, |shared| !shared.is_frozen())
+    }
+
+    /// The program is about to begin this step, with nothing under way: waits for newcomers that count from it, until they have come, or it is
+    /// agreed that they do not.
+    ///
+    /// # Errors
+    /// As of every wait for the next epoch.
+    pub fn await_newcomers(&self, step: u64) -> Result<(), Failure> {
+        loop {
+            let guard = self.enter_epoch()?;
+            let epoch = self.epoch();
+            let awaited = {
+                let mut epochs = self.inner.epochs.lock();
+                // Nobody is to come for this step from now on who is not expected yet.
+                epochs.begun = epochs.begun.max(step);
+                epochs.log.as_ref().map_or_else(Vec::new, |log| log.awaited(step))
+            };
+            drop(guard);
+            let Some(council) = self.inner.shared.council().filter(|_| !awaited.is_empty()) else {
+                return Ok(());
+            };
+            council.ready(epoch, awaited);
+            if !self.await_epoch(self.inner.config.operation_timeout, |shared| shared.epoch() != epoch)? {
+                council.overdue(epoch);
+                self.await_epoch(self.longest(), |shared| shared.epoch() != epoch)?;
+            }
+        }
+    }
+
+    /// Waits so long; whether it came. By a clock of its own: of the engine's waits none is over while members agree.
+    fn await_epoch(&self, limit: Duration, came: impl Fn(&Shared) -> bool) -> Result<bool, Failure> {
+        let shared = &self.inner.shared;
+        let deadline = Instant::now() + limit;
+        let mut wait = shared.begin_wait(WaitKind::Look, limit);
+        let over = |_: &mut State| {
+            let came = came(shared);
+            (came || Instant::now() >= deadline).then_some(came)
+        };
+        let waited = shared.wait(&mut wait, &mut || false, over).map_err(|stop| match stop {
+            crate::failure::Stop::Failed(failure) => *failure,
+            crate::failure::Stop::Interrupted => Failure::config("interrupted"),
+        })?;
+        Ok(waited.came().unwrap_or(false))
+    }
+
+    fn longest(&self) -> Duration {
+        Duration::from_nanos(agreement::longest_ns(ns(self.inner.config.peer_timeout)))
     }
 
     /// Who takes part at present.
@@ -156,16 +330,9 @@ impl Engine {
         if !shared.is_frozen() {
             return Ok(());
         }
-        let longest = Duration::from_nanos(agreement::longest_ns(ns(self.inner.config.peer_timeout)));
-        let mut wait = shared.begin_wait(WaitKind::Look, longest);
-        let over = |_: &mut State| (!shared.is_frozen()).then_some(());
-        let waited = shared.wait(&mut wait, &mut || false, over).map_err(|stop| match stop {
-            crate::failure::Stop::Failed(failure) => *failure,
-            crate::failure::Stop::Interrupted => Failure::config("interrupted"),
-        })?;
         // The council gives up earlier.
-        waited
-            .came()
+        let came = self.await_epoch(self.longest(), |shared| !shared.is_frozen())?;
+        came.then_some(())
             .ok_or_else(|| Failure::config("an epoch neither ends nor fails, which is a bug in Penstock"))
     }
 }
@@ -176,6 +343,11 @@ impl Inner {
         let outcome = match word {
             CouncilWord::Freeze => self.freeze(),
             CouncilWord::Chosen(choice) => self.begin(&choice),
+            CouncilWord::Heard(newcomers) => {
+                self.epochs.lock().heard = newcomers;
+                self.let_newcomers_in();
+                Ok(())
+            }
             CouncilWord::Failed(failure) => Err(failure),
         };
         if let Err(failure) = outcome {
@@ -193,22 +365,55 @@ impl Inner {
         self.end_lanes();
         let broken =
             |error: io::Error| Failure::config(format!("the next epoch cannot be listened for: {error}"));
-        let (listeners, port) = listen(&self.config, self.congestion_control.as_deref()).map_err(broken)?;
+        let (mut listeners, port) =
+            listen(&self.config, self.congestion_control.as_deref()).map_err(broken)?;
+        if self.config.shared_memory {
+            let job_id = self.admission_config(self.shared.epoch() + 1, 0).job_id;
+            listeners = listeners.and_on_host(&self.config.secret, &job_id, Rank(self.config.rank));
+        }
         let books = self.books.read();
         let of_book = |open: &Arc<OpenBook>| {
             let tensors = 0..open.tensors.len() as TensorId;
             (open.id, tensors.flat_map(|tensor| open.progress(tensor)).collect())
         };
-        let report: Report = books.iter().map(of_book).collect();
+        let mut report: Report = books.iter().map(of_book).collect();
         let mut epochs = self.epochs.lock();
         epochs.next = Some(listeners);
-        let bytes =
-            [&port.to_le_bytes()[..], &epochs.begun.to_le_bytes(), &recovery::encode(&report)].concat();
+        // What a newcomer has yet to open is where it was.
+        report.extend(epochs.first.iter().filter(|(book, _)| usize::from(*book) >= books.len()).cloned());
+        let me = self.config.rank as usize;
+        let report = MemberReport {
+            host: epochs.councils[me].0.clone(),
+            port,
+            council_port: epochs.council_port.unwrap_or(0),
+            begun: epochs.begun,
+            knocks: epochs.knocks.iter().copied().collect(),
+            slices: report,
+        };
         drop(epochs);
         if let Some(council) = self.shared.council() {
-            council.frozen(bytes);
+            council.frozen(report.encode());
         }
         Ok(())
+    }
+
+    /// Another epoch is to end if there is a newcomer whom all may wait for, and nobody is waited for yet; or one without a rank.
+    fn let_newcomers_in(&self) {
+        let epochs = self.epochs.lock();
+        let Some(log) = epochs.log.as_ref().filter(|_| !epochs.newcomer) else { return };
+        let waits = log.announced().iter().any(|one| one.step.is_some());
+        let comes = |one: &Announced| !waits && epochs.heard.contains(&one.rank);
+        let why = if log.announced().iter().any(comes) {
+            "a newcomer is prepared"
+        } else if epochs.knocks.is_empty() {
+            return;
+        } else {
+            "a newcomer has asked"
+        };
+        drop(epochs);
+        if let Some(council) = self.shared.council() {
+            council.end_epoch(self.shared.epoch(), Vec::new(), why.into());
+        }
     }
 
     /// Ends the lanes at once, and with them all connections.
@@ -230,18 +435,26 @@ impl Inner {
         let me = Rank(self.config.rank);
         let members: Members = choice.ranks.iter().copied().collect();
         let members = members.in_epoch(choice.epoch + 1);
+        let before = self.members();
+        let reports = self.read_plan(&choice.plan)?;
+        let addresses = self.take_up(&reports, choice);
+        *self.members.write() = Arc::new(members.clone());
         if !members.contains(me) {
-            return Err(choice.without(me).into());
+            let epochs = self.epochs.lock();
+            let is_announced = |log: &MembershipLog| log.announced().iter().any(|one| one.rank == me);
+            let still_comes = epochs.newcomer && epochs.log.as_ref().is_some_and(is_announced);
+            return if still_comes { Ok(()) } else { Err(choice.without(me).into()) };
         }
-        let (addresses, reports) = self.read_plan(&members, &choice.plan)?;
-        let resolved: Vec<SocketAddr> = addresses.iter().map(resolve).collect::<Result<_, _>>()?;
-        let of_slices: Vec<(Rank, Report)> =
-            reports.iter().map(|(rank, _, report)| (*rank, report.clone())).collect();
+        let resolved: Vec<SocketAddr> = addresses.iter().take(members.end()).map(somewhere).collect();
+        let of_slices: Vec<(Rank, Report)> = reports
+            .into_iter()
+            .filter(|(rank, _)| before.contains(*rank))
+            .map(|(rank, report)| (rank, report.slices))
+            .collect();
         let found = recovery(&of_slices).map_err(Failure::config)?;
         if self.threads.lock().closed {
             return Ok(());
         }
-        *self.members.write() = Arc::new(members.clone());
         self.shared.begin_epoch(&members, self.config.lanes);
         let begun = self.lanes()?;
         let books: Vec<Arc<OpenBook>> =
@@ -250,10 +463,9 @@ impl Inner {
         let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
         let next = {
             let mut epochs = self.epochs.lock();
-            if let Some(log) = &mut epochs.log {
-                log.begin(&reports);
+            if std::mem::take(&mut epochs.newcomer) {
+                epochs.first = furthest(&of_slices);
             }
-            epochs.addresses = addresses;
             epochs.next.take()
         };
         let Some(listeners) = next else {
@@ -271,31 +483,60 @@ impl Inner {
             self.shared.set_line(bytes_per_s);
         }
         self.shared.thaw();
+        self.let_newcomers_in();
         Ok(())
     }
 
-    /// Where the lanes of the next members are, and how far each has come: its program, and its slices.
-    #[allow(clippy::type_complexity)] // Two tables that belong together.
-    fn read_plan(
-        &self,
-        members: &Members,
-        plan: &[u8],
-    ) -> Result<(Vec<(String, u16)>, Vec<(Rank, u64, Report)>), Failure> {
-        let mut addresses = self.epochs.lock().addresses.clone();
-        let mut reports = Vec::new();
-        for (rank, bytes) in decode_plan(plan).map_err(Failure::config)? {
-            let head = bytes.split_first_chunk::<2>().filter(|_| members.contains(rank));
-            let head = head.and_then(|(port, rest)| Some((port, rest.split_first_chunk::<8>()?)));
-            let Some((port, (begun, report))) = head else {
+    /// What members and newcomers have said of themselves.
+    fn read_plan(&self, plan: &[u8]) -> Result<Vec<(Rank, MemberReport)>, Failure> {
+        let ranks = self.config.ranks_most();
+        let reports = decode_plan(plan).map_err(Failure::config)?.into_iter().map(|(rank, bytes)| {
+            if rank.0 >= ranks {
                 return Err(Failure::config(format!(
                     "a plan for the next epoch with a report of rank {rank}"
                 )));
-            };
-            addresses[rank.index()].1 = u16::from_le_bytes(*port);
-            let report = recovery::decode(report).map_err(Failure::config)?;
-            reports.push((rank, u64::from_le_bytes(*begun), report));
+            }
+            Ok((rank, MemberReport::decode(bytes).map_err(Failure::config)?))
+        });
+        reports.collect()
+    }
+
+    /// Keeps where everybody is, and who takes part from which step on; by rank where the next lanes are.
+    fn take_up(&self, reports: &[(Rank, MemberReport)], choice: &NextMembers) -> Vec<(String, u16)> {
+        let mut epochs = self.epochs.lock();
+        let epochs = &mut *epochs;
+        for (rank, report) in reports {
+            let end = epochs.addresses.len().max(rank.index() + 1);
+            epochs.addresses.resize(end, (String::new(), 0));
+            epochs.addresses[rank.index()] = (report.host.clone(), report.port);
+            epochs.councils.resize(epochs.councils.len().max(end), (String::new(), 0));
+            let council = (report.host.clone(), report.council_port);
+            let known = std::mem::replace(&mut epochs.councils[rank.index()], council.clone());
+            if let Some(handle) = self.shared.council().filter(|_| known != council) {
+                handle.moved(*rank, somewhere(&council));
+            }
         }
-        Ok((addresses, reports))
+        if let Some(log) = &mut epochs.log {
+            log.begin(reports, &choice.ranks, choice.admits);
+            epochs.heard.clear(); // they say so again
+            epochs.knocks.retain(|knock| !log.announced().iter().any(|one| one.knock == *knock));
+        }
+        epochs.addresses.clone()
+    }
+
+    /// A newcomer's book goes on where those of the others were when it came.
+    pub(super) fn go_on_from_others(&self, open: &OpenBook) -> Result<(), Failure> {
+        let epochs = self.epochs.lock();
+        let Some((_, slices)) = epochs.first.iter().find(|(book, _)| *book == open.id) else { return Ok(()) };
+        let name = &open.book.name;
+        if slices.len() != open.book.slices.len() {
+            let (theirs, ours) = (slices.len(), open.book.slices.len());
+            return Err(Failure::config(format!(
+                "{name}: it has {theirs} slices in the job, and {ours} here: another model?"
+            )));
+        }
+        (0..).zip(slices).for_each(|(slice, progress)| open.go_on_from(slice, *progress));
+        Ok(())
     }
 
     /// What lanes must know before they take anything up.
@@ -331,7 +572,8 @@ impl Inner {
         let mut all = Recovering { gives: Vec::new(), lacks: Vec::new(), again: Vec::new() };
         let mut lacking = BTreeSet::new();
         for given in found {
-            let open = &books[usize::from(given.book)];
+            // A newcomer has no books yet, and lacks nothing.
+            let Some(open) = books.get(usize::from(given.book)) else { continue };
             let slice = &open.book.slices[given.slice as usize];
             if slice.lane != lane {
                 continue;

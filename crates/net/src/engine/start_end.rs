@@ -110,7 +110,7 @@ impl Engine {
 
     /// What workers do together is no concern of a server.
     pub(super) fn check_that_this_is_a_worker(&self, call: &str) -> Result<(), Failure> {
-        let (rank, workers) = (self.inner.config.rank, self.inner.config.workers());
+        let (rank, workers) = (self.inner.config.rank, self.inner.shared.workers);
         if rank < workers {
             return Ok(());
         }
@@ -163,7 +163,7 @@ impl Engine {
     pub fn abort_for(&self, culprit: Rank, reason: &str) -> Result<(), Failure> {
         self.alive("abort")?;
         let shared = &self.inner.shared;
-        let known = culprit.0 < self.inner.config.size;
+        let known = self.inner.members().contains(culprit);
         shared.fail(Fault::of_program(if known { culprit } else { shared.me }, reason));
         let lanes = shared.mailboxes().len() as u32;
         let deadline = Instant::now() + Duration::from_nanos(FLUSH_NS);
@@ -346,7 +346,7 @@ impl Inner {
         let admission = Arc::new(OnceLock::new());
         let mut threads = self.threads.lock();
         threads.admission = Some(Arc::clone(&admission));
-        let config = self.admission_config(members.epoch());
+        let config = self.admission_config(members.epoch(), members.end() as u32);
         let gate = Admission::start(listeners, addresses, config, self.deliver(mailboxes.clone()))?;
         // Set once, before a lane runs.
         let _ = admission.set(gate);
@@ -376,7 +376,9 @@ impl Inner {
 
     /// Those of them that are workers.
     pub(super) fn workers(&self) -> Members {
-        let (members, workers) = (self.members(), self.config.workers());
+        // Where members may be lost there are no servers, and newcomers have higher ranks.
+        let workers = if self.config.elastic { u32::MAX } else { self.config.workers() };
+        let members = self.members();
         members.iter().filter(|rank| rank.0 < workers).collect::<Members>().in_epoch(members.epoch())
     }
 
@@ -387,14 +389,14 @@ impl Inner {
         node::Config { rank: Rank(rank), members, workers, lane, lanes, window_bytes, priority }
     }
 
-    /// Of the lanes of an epoch, which connect to those of no other.
-    pub(super) fn admission_config(&self, epoch: u32) -> AdmissionConfig {
+    /// Of the lanes of an epoch, which connect to those of no other, of ranks below `ranks`.
+    pub(super) fn admission_config(&self, epoch: u32, ranks: u32) -> AdmissionConfig {
         let config = &self.config;
         let mut job_id = config.job_id;
         job_id.iter_mut().rev().zip(epoch.to_le_bytes()).for_each(|(byte, of_epoch)| *byte ^= of_epoch);
         AdmissionConfig {
             rank: Rank(config.rank),
-            ranks: config.size,
+            ranks,
             lanes: config.lanes,
             job_id,
             secret: config.secret.clone(),

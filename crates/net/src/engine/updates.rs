@@ -208,7 +208,8 @@ impl Engine {
         let open = self.kept_book(book)?;
         self.check_whole_of(&open, tensor, memory.len_bytes)?;
         let of = &open.book.tensors[tensor as usize];
-        if !memory.address.is_multiple_of(of.dtype.size_bytes()) {
+        let nowhere = memory.len_bytes > 0 && memory.address == 0;
+        if nowhere || !memory.address.is_multiple_of(of.dtype.size_bytes()) {
             return Err(Failure::config(format!("the memory of {} is not aligned to its elements", of.name)));
         }
         let start = NonNull::new(memory.address as *mut u8).unwrap_or(NonNull::dangling());

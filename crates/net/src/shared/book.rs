@@ -179,6 +179,13 @@ impl OpenBook {
         self.book.slices_of(tensor).map(move |slice| SliceProgress { submitted, done: is_done(slice) })
     }
 
+    /// A newcomer's slice goes on from where those of the others were: it has the parameters that came of their rounds.
+    pub(crate) fn go_on_from(&self, slice: SliceId, progress: SliceProgress) {
+        let tensor = self.book.slices[slice as usize].tensor;
+        self.tensors[tensor as usize].seq.store(progress.done_seq(), Ordering::Release);
+        self.in_memory[slice as usize].store(progress.done_seq() > 0, Ordering::Release);
+    }
+
     /// A lane has the result of a slice, whose completion follows: for members that may lack it when an epoch ends.
     pub(crate) fn keep(&self, slice: SliceId, result: Option<Chunk>) {
         if let Some(kept) = self.kept.get(slice as usize) {
