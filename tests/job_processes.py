@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
+import threading
+import time
 import traceback
 from dataclasses import dataclass
 
@@ -33,6 +37,16 @@ def barrier(count):
     that then fails may fail them in it.
     """
     return CONTEXT.Barrier(count, timeout=PATIENCE_S)
+
+
+def die_in(seconds):
+    """As a process that is killed some time after now, wherever its program is by then."""
+
+    def die():
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die, daemon=True).start()
 
 
 def _main(pipe, function, rank, count, place, options, arguments):

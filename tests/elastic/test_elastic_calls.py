@@ -7,14 +7,13 @@ import os
 import random
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from job_processes import PATIENCE_S, barrier, run, run_well
+from job_processes import PATIENCE_S, barrier, die_in, run, run_well
 from torch import nn
 
 import penstock as ps
@@ -31,16 +30,6 @@ def test_pieces_are_all_of_it_in_little_more_than_its_bytes(nbytes):
     assert all(length <= grade for _, length, grade in found)
     assert sum(grade for _, _, grade in found) <= max(GRADES[0], 2 * nbytes)
     assert len(found) <= nbytes // GRADES[-1] + 2 * len(GRADES)
-
-
-def die_in(seconds):
-    """As a process that is killed some time after now, wherever its program is by then."""
-
-    def die():
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=die, daemon=True).start()
 
 
 def every_call(rank, size):

@@ -4,11 +4,10 @@ import os
 import random
 import signal
 import threading
-import time
 
 import pytest
 import torch
-from job_processes import PATIENCE_S, run, run_well
+from job_processes import PATIENCE_S, die_in, run, run_well
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,14 +17,6 @@ OPTIONS = {"elastic": True, "peer_timeout_s": 4.0, "line_rate_mbit": 1000.0}
 SAMPLES = 101
 BATCH = 2
 PASSES = 3
-
-
-def die_in(seconds):
-    def die():
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=die, daemon=True).start()
 
 
 def trained(rank, size, deaths, ahead):

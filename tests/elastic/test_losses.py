@@ -9,12 +9,11 @@ import os
 import random
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
-from job_processes import PATIENCE_S, run, run_well
+from job_processes import PATIENCE_S, die_in, run, run_well
 from torch import nn
 
 import penstock as ps
@@ -50,16 +49,6 @@ class Part(nn.Module):
 
     def forward(self, given):
         return (self.weight * given).sum()
-
-
-def die_in(seconds):
-    """As a process that is killed some time after now, wherever its program is by then."""
-
-    def die():
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=die, daemon=True).start()
 
 
 def digest(model, optimizer):

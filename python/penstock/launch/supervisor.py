@@ -196,8 +196,8 @@ class Supervisor:
         """Workers without which the others have gone on."""
         self._ends = False
         """All are to end: nobody goes on."""
-        self._unread = False
-        """Nobody reads what is printed, which is said once."""
+        self._unread: set[int] = set()
+        """Streams that nobody reads, which is said once of each."""
         self._ordered = False
         """Agents were told what to start."""
         self._tell: Callable[[str], None] = lambda _: None
@@ -333,12 +333,12 @@ class Supervisor:
             name = self._seat_of[rank].name
             failure = JobFailed(f"a line of {name} cannot be kept in {self._plan.log_dir}: {error}", 1)
             self._events.put(("failure", failure))
-        if self._unread:
+        if stream in self._unread:
             return
         try:
             self._output.show(rank, stream, text)
         except (OSError, ValueError):
-            self._unread = True
+            self._unread.add(stream)
             self._events.put(("signal", signal.SIGPIPE))
 
     def _handle(self, wait_s: float) -> None:
