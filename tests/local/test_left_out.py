@@ -405,23 +405,26 @@ def learn(optimizer, rank, first, last):
 
 
 def statistics(rank, size):
-    """Statistics of all fragments come back, too, also if this is saved before they have."""
-    optimizer, again = normed(0), normed(1)
-    model = optimizer.model
-    spoils(optimizer, rank, [(1, 6, 0)], [model[0].weight])  # all is spoilt when a round begins after step 7
+    """Statistics of all fragments come back, too, also if this is saved before that, or before all is spoilt."""
+    whole, early, late = normed(0), normed(1), normed(1)
+    model = whole.model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        learn(optimizer, rank, 0, 7)
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        learn(whole, rank, 0, 5)  # the first fragment has landed, and nothing is under way
+        early.load_state_dict(copy.deepcopy(whole.state_dict()))
+        for one in (whole, early):
+            spoils(one, rank, [(1, 1, 0)], [one.model[0].weight])  # all is spoilt when a round begins after step 7
+            learn(one, rank, 5, 7)
+        late.load_state_dict(copy.deepcopy(whole.state_dict()))
         assert model[1].running_mean.isfinite().all() == model[3].running_var.isfinite().all() == (rank == 0)
         for step in range(7, 16):
-            for one in (optimizer, again):
+            for one in (whole, early, late):
                 learn(one, rank, step, step + 1)
                 assert all(value.isfinite().all() for value in one.model.state_dict().values()), step
-            assert bits(again.model) == bits(model), step
-    assert len(heard(caught)) == 1
+                assert bits(one.model) == bits(model), step
+    assert len(heard(caught)) == 2, "by who was saved under way it has been said"
     assert model[1].running_mean.any() and model[3].running_mean.any()
-    optimizer.synchronize()
+    whole.synchronize()
     return b"".join(one.numpy().tobytes() for name, one in model.state_dict().items() if "num_batches" not in name)
 
 

@@ -374,8 +374,9 @@ class LocalSteps:
 
         Returns:
             This rank's ``model`` and ``inner`` optimizer, as their `state_dict` gives them; the ``common`` values, with
-            an outer optimizer and what it keeps, the same on all ranks; ``steps``, and what is under way; what this
-            rank has ``kept`` of its outer gradients, where they do not travel as they are.
+            an outer optimizer and what it keeps, the same on all ranks, as are the common ``statistics`` of batch norm;
+            ``steps``, and what is under way; what this rank has ``kept`` of its outer gradients, where they do not
+            travel as they are.
 
         Raises:
             PenstockError: As for `step`, of what is under way.
@@ -387,7 +388,7 @@ class LocalSteps:
             kept = list(range(len(self._fragments)))
         elif self._schedule.alpha:  # what landed just now is mixed: the common values are not in the model
             kept += [number for number, step in enumerate(self._landed_after) if step == self._steps]
-        names = _joined([self._fragments[number] for number in kept])
+        names = _joined([self._fragments[number] for number in kept]).parameters
         return {
             "of": self._caller,
             "schedule": dict(vars(self._schedule)),
@@ -398,8 +399,9 @@ class LocalSteps:
             "is_left_out": self._is_left_out,
             "model": self.model.state_dict(),
             "inner": self.inner.state_dict(),
-            "common": self._parameters.state_dict(names.parameters),
-            "statistics": self._statistics.state_dict(names.statistics),
+            "common": self._parameters.state_dict(names),
+            # All of them: no owner keeps any, and a rank that is left out of a later round takes them.
+            "statistics": self._statistics.state_dict(list(self._statistics.held)),
             "kept": self._parameters.kept(),
             "rank": self._running.rank,
             "world_size": self._running.world_size,
