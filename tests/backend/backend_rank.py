@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from beside_gloo import check_trains_as_with_gloo, model, train
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -111,6 +112,19 @@ def check_works(rank, size):
     assert ps.world_size() == size and (value == size).all()
 
 
+def check_callbacks(size):
+    """Of futures: they may begin collectives, and wait for other futures."""
+
+    def sum_again(future):
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    total = dist.all_reduce(torch.ones(10), async_op=True).get_future().then(sum_again).then(lambda one: one.wait()[3])
+    assert total.wait() == size**2
+    first, second = (dist.all_reduce(torch.ones(10), async_op=True).get_future() for _ in range(2))
+    chained = first.then(lambda future: future.value()[0] + second.wait()[0])
+    assert (chained.wait() == 2 * size).all()
+
+
 def check_methods(rank, size):
     """Of the process group itself, as programs and torch's own native code call them."""
     group, value = dist.group.WORLD, torch.tensor([float(rank)])
@@ -146,9 +160,18 @@ def check_methods(rank, size):
             raise AssertionError(f"not refused: {words}")
 
 
+def with_power_sgd(module, process_group=None):
+    """By a hook whose callbacks begin collectives, and wait for them. There is one bucket, or ranks might mix them."""
+    wrapped = DistributedDataParallel(module, process_group=process_group)
+    state = PowerSGDState(process_group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    return wrapped
+
+
 def check_training(rank, size, gloo, directory):
     check_trains_as_with_gloo(DistributedDataParallel, rank, gloo)
     check_trains_as_with_gloo(partial(FullyShardedDataParallel, device_id=torch.device("cpu")), rank, gloo)
+    check_trains_as_with_gloo(with_power_sgd, rank, gloo)
     replica = train(DistributedDataParallel(model()), rank)
     for parameter in replica:
         rows = [torch.empty_like(parameter) for _ in range(size)]
@@ -210,6 +233,7 @@ def main(rank, size, directory):
     assert dist.get_backend() == "penstock" and isinstance(dist.group.WORLD, penstock.torch.backend.ProcessGroup)
     check_values(rank, size, gloo)
     check_works(rank, size)
+    check_callbacks(size)
     check_methods(rank, size)
     check_training(rank, size, gloo, directory)
     check_shards(rank, gloo, directory)

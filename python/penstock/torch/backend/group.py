@@ -1,6 +1,6 @@
 """A process group of torch.distributed, and each of its operations as a call of the engine.
 
-Whoever waits for a `Work` waits for the engine's call; a thread completes the future of one that was asked for it.
+Whoever waits for a `Work` waits for the engine's call; threads complete the futures of those that were asked for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What torch.distributed waits for: works, and the thread that completes their futures."""
+"""What torch.distributed waits for: works, and the threads that complete their futures.
+
+A program's callback on a future runs where that is completed, and may wait for other futures, as PowerSGD's does. So
+the thread that finds what is done completes nothing itself, and no callback has to end for another to begin.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Completer", "OnDevices", "Work", "methods_outside_of_dynamo"]
 
 PATIENCE_S = 0.5
-"""How often the thread that completes futures looks at the clock, in seconds."""
+"""How often the thread that finds what is done looks at the clock, in seconds."""
+IDLE_THREADS_MAX = 2
+"""Of those that complete futures: more end when they have nothing to do."""
 
 
 def _outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +175,7 @@ class Work(dist.Work):
     block_current_stream = synchronize
 
     def get_future(self) -> Any:
-        """A torch future of the tensors, completed by a thread or by whoever has waited for the work."""
+        """A torch future of the tensors, completed by one of the threads or by whoever has waited for the work."""
         with self._lock:
             first = self._future is None
             if first:
@@ -239,11 +247,48 @@ class Work(dist.Work):
             future.set_exception(error)
 
 
+class _CallbackThreads:
+    """Threads that complete futures. Where all of them are in callbacks, one more begins: each may wait for others."""
+
+    def __init__(self) -> None:
+        self._given: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # none: whoever gets that ends
+        self._lock = threading.Lock()
+        self._idle = 0  # threads for which nothing has been given
+        self._idle_max = IDLE_THREADS_MAX
+
+    def give(self, call: Callable[[], None]) -> None:
+        """Have this called, whatever the others wait for."""
+        with self._lock:
+            begins = not self._idle
+            if not begins:
+                self._idle -= 1
+        self._given.put(call)
+        if begins:
+            threading.Thread(target=self._run, name="penstock-callbacks", daemon=True).start()
+
+    def close(self) -> None:
+        """From now on a thread ends when it has nothing to do."""
+        with self._lock:
+            idle, self._idle, self._idle_max = self._idle, 0, 0
+        for _ in range(idle):
+            self._given.put(None)
+
+    def _run(self) -> None:
+        while (call := self._given.get()) is not None:
+            call()
+            del call  # else its tensors would live until the next one
+            with self._lock:
+                if self._idle >= self._idle_max:
+                    return
+                self._idle += 1
+
+
 class Completer:
-    """The thread that completes futures, one for each engine. It ends with the job."""
+    """The thread that finds what is done and has futures completed, one for each engine. It ends with the job."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._callbacks = _CallbackThreads()
         self._lock = threading.Lock()
         self._by_call: dict[int, Work] = {}
         self._error: Exception | None = None
@@ -289,7 +334,7 @@ class Completer:
                     if not work.missing:
                         works.append(work)
         for work in works:
-            work.complete()
+            self._callbacks.give(work.complete)
 
     def _expire(self) -> None:
         """Nobody's wait is without end: what is overdue ends the job, and its error names who is missing."""
@@ -305,4 +350,5 @@ class Completer:
             works = list(dict.fromkeys(self._by_call.values()))
             self._by_call.clear()
         for work in works:
-            work.fail(error)
+            self._callbacks.give(partial(work.fail, error))
+        self._callbacks.close()
