@@ -100,6 +100,44 @@ def several_forwards():
     keep(model)
 
 
+def inner_module():
+    """Its own gradients stay on their rank: before all others, after synchronised ones, before them, and alone."""
+    model = DDP(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    inner = model.module
+    for called in ((inner,), (model, inner), (inner, model), (inner,), (model,)):
+        optimizer.zero_grad()
+        for one in called:
+            one(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+    keep(model)
+
+
+def one_backward_for_each_forward():
+    """Is synchronised, also of the last of several; and `no_sync` takes nothing back that was asked for before."""
+    model = DDP(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+
+    def loss():
+        return model(torch.randn(4, 6, generator=generator)).square().mean()
+
+    for _ in range(2):
+        one = loss()
+        with model.no_sync():
+            (one + loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        one, two = loss(), loss()
+        one.backward(retain_graph=True)
+        two.backward()
+        one.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    keep(model)
+
+
 def without_optimizer():
     model = DDP(make())
     generator = torch.Generator().manual_seed(rank)
@@ -188,6 +226,8 @@ for case in (
     wrapped_twice,
     two_backwards,
     several_forwards,
+    inner_module,
+    one_backward_for_each_forward,
     without_optimizer,
     others_beside,
     others_later,

@@ -64,6 +64,12 @@ class AdoptedUpdates(Updates):
         super().__init__(model, optimizer)
         self._model = model
 
+    def _take_part(self) -> None:
+        """In nothing: as with torch's class only a backward synchronises, and what is accumulated here is used here."""
+        self._gradients.close()
+        for gather in self._gradients.gathers:
+            gather.fold()
+
     def _check_groups(self) -> None:
         try:
             super()._check_groups()

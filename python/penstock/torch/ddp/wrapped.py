@@ -1,7 +1,8 @@
 """What a wrapped model does where torch's has its reducer: it is distributed in the job that is begun for it.
 
-As torch's does, the forward through the wrapper decides whether the backward that follows is synchronised, and brings
-rank 0's buffers first. Gradients and updates are those of any distributed model.
+As torch's does, a forward through the wrapper asks for one synchronised backward, unless under ``no_sync``, and brings
+rank 0's buffers first. What else computes gradients, be it of the module itself, accumulates them on its rank. Gradients
+and updates are those of any distributed model.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class WrappedModel:
         options = replace(running.options, check_every=0)
         self._distributed = distributed = set_up(running, module, (), options, schemes=schemes or None)
         distributed.schemes.choice.rest()  # nothing is to be chosen, and in `Join` ranks are at different steps
+        distributed.gradients.on_request = distributed.gradients.quiet = True
         with torch.no_grad():
             for buffer, value in own:
                 buffer.copy_(value)
@@ -159,12 +161,11 @@ class WrappedModel:
             self.copy_buffers(is_source=(wrapper._find_common_rank(rank, True) if joining else 0) == rank)
         if joining:
             wrapper._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        trains = torch.is_grad_enabled()
         if not distributed.observed and distributed.gradients.backwards > BACKWARDS_OBSERVED_MAX:
             distributed.end_observation()  # the program updates parameters without an optimizer
-        if trains:
-            distributed.gradients.quiet = not wrapper.require_backward_grad_sync
-        wrapper.require_forward_param_sync = trains and wrapper.require_backward_grad_sync
+        wrapper.require_forward_param_sync = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        if wrapper.require_forward_param_sync:
+            distributed.gradients.quiet = False
 
     def copies_buffers(self, wrapper: DistributedDataParallel) -> bool:
         """Whether one rank's buffers are due at all others: after a step, as torch's has it."""

@@ -150,6 +150,8 @@ class Gradients:
         self.closed = 0  # those of them whose absences have been announced
         self._contributed = 0  # those of them for which all rows of this rank are on their way
         self.quiet = False  # under no_sync
+        # Where whoever wants a backward synchronised asks for each, by `quiet`: it is quiet again after that one.
+        self.on_request = False
         # Without an optimizer nobody says when a step begins: then each backward is one, and this is told its number.
         self.begin_step: Callable[[int], None] | None = None
         self.synchronous = False  # gradients are final when backward returns
@@ -363,6 +365,7 @@ class Gradients:
             return
         self.closed = self.backwards
         self._task = -1
+        self.quiet = self.quiet or self.on_request
         current = self.backwards
         self.landing.flush(self.step)
         self._submit_gathers()
