@@ -1,5 +1,9 @@
-"""Ranks with different numbers of batches, in `join`, with averages over all ranks and over those that train."""
+"""Ranks with different numbers of batches, in `join`, with averages over all ranks and over those that train.
 
+Of the first epoch all leave by an exception, when the first of them has no batch left.
+"""
+
+import contextlib
 import sys
 from pathlib import Path
 
@@ -13,17 +17,28 @@ rank = dist.get_rank()
 torch.manual_seed(11)
 ddp = DDP(nn.Sequential(nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2)))
 optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
-for epoch, by_all in enumerate((True, False, True)):
+
+
+def train(epoch, batches):
     generator = torch.Generator().manual_seed(10 * epoch + rank)
-    # The last rank has most in the first epochs, rank 0 in the last.
-    batches = 3 + (2 * rank if epoch < 2 else 2 * (dist.get_world_size() - 1 - rank))
+    for _ in range(batches):
+        x = torch.randn(4, 6, generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(x), (x[:, 0] > 0).long())
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+with contextlib.suppress(RuntimeError):
+    with ddp.join(divide_by_initial_world_size=False, throw_on_early_termination=True):
+        train(0, 2 + rank)
+    raise AssertionError("all ranks had the same number of batches")
+for epoch, by_all in enumerate((True, False, True), start=1):
+    # The last rank has most in the first of these epochs, rank 0 in the last.
+    batches = 3 + (2 * rank if epoch < 3 else 2 * (dist.get_world_size() - 1 - rank))
     with ddp.join(divide_by_initial_world_size=by_all):
-        for _ in range(batches):
-            x = torch.randn(4, 6, generator=generator)
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(ddp(x), (x[:, 0] > 0).long())
-            loss.backward()
-            optimizer.step()
-    print(f"epoch {epoch}: {batches} batches, loss {loss.item():.5f}")
+        loss = train(epoch, batches)
+    print(f"epoch {epoch}: {batches} batches, loss {loss:.5f}")
 torch.save(ddp.state_dict(), Path(sys.argv[1], f"{rank}.pt"))
 dist.destroy_process_group()

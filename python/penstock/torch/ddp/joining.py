@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
-from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
 
@@ -37,7 +35,7 @@ class WrappedJoin(JoinHook):
         super().__init__()
         self._wrapper = wrapper
         self._ours = ours
-        self._handles: list[RemovableHandle] = []
+        ours.scale_no_more()  # of a join that an exception has ended, which calls no hook
         distributed = ours.distributed
         if by_all or distributed is None:
             return
@@ -46,13 +44,7 @@ class WrappedJoin(JoinHook):
                 "Join with divide_by_initial_world_size=False cannot be used with sparse gradients under penstock run; "
                 "`penstock run --keep-ddp` keeps torch's DistributedDataParallel"
             )
-        ours.share = 1.0
-        trained = [slot.param for slot in distributed.slots if slot.param.requires_grad]
-        self._handles = [param.register_hook(self._scaled) for param in trained]
-
-    def _scaled(self, grad: Tensor) -> Tensor | None:
-        share = self._ours.share
-        return None if share in (None, 1.0) else grad * share
+        ours.scale_by_share()
 
     def main_hook(self) -> None:
         """Another rank has made a forward."""
@@ -67,8 +59,6 @@ class WrappedJoin(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All are done."""
         wrapper, ours = self._wrapper, self._ours
-        for handle in self._handles:
-            handle.remove()
-        ours.share = None
+        ours.scale_no_more()
         rank = wrapper._distributed_rank
         ours.take_over(is_source=wrapper._find_common_rank(rank, is_last_joiner) == rank)

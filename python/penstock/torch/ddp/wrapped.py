@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.utils import _to_kwargs
+from torch.utils.hooks import RemovableHandle
 
 import penstock.torch.front_end  # noqa: F401 - models hear of the end of the job
 from penstock.attached import Attached, attach
@@ -72,8 +73,8 @@ class WrappedModel:
         self._distributed: Distributed | None = None
         self._buffers: BufferCopy | None = None
         self._joins = 0
-        self.share: float | None = None
-        """In `Join` what gradients are multiplied by, if they are divided by the ranks that still train."""
+        self._share: float | None = None  # in `Join`, if averages are over those that still train
+        self._scaling: list[RemovableHandle] = []
 
     @property
     def distributed(self) -> Distributed | None:
@@ -152,9 +153,9 @@ class WrappedModel:
 
     def _take_part(self, wrapper: DistributedDataParallel, distributed: Distributed) -> None:
         announced = Join.notify_join_context(wrapper)
-        if announced is not None and self.share is not None:
+        if announced is not None and self._share is not None:
             (training,) = announced.get_future().wait()
-            self.share = distributed.ranks / training.item()
+            self._share = distributed.ranks / training.item()
         joining = wrapper._join_config.enable
         if self.copies_buffers(wrapper):
             rank = wrapper._distributed_rank
@@ -179,6 +180,22 @@ class WrappedModel:
         self._buffers.finish()
 
     # Ranks that have no batch left
+
+    def scale_by_share(self) -> None:
+        """From now on gradients are multiplied by the ranks that all averages are divided by, over those that train."""
+        assert self._distributed is not None and not self._scaling
+        self._share = 1.0
+        trained = [slot.param for slot in self._distributed.slots if slot.param.requires_grad]
+        self._scaling = [param.register_hook(self._scaled) for param in trained]
+
+    def _scaled(self, grad: Tensor) -> Tensor | None:
+        return None if self._share in (None, 1.0) else grad * self._share
+
+    def scale_no_more(self) -> None:
+        """End what `scale_by_share` has begun, if it has."""
+        for handle in self._scaling:
+            handle.remove()
+        self._scaling, self._share = [], None
 
     def stay_away(self) -> None:
         """Take part in a backward of the others with nothing: their sums are divided by all ranks all the same."""
