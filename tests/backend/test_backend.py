@@ -4,11 +4,14 @@ import os
 import re
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import programs
 import pytest
 import pytorch_tests
+import torch.distributed as dist
 
 import penstock as ps
 import penstock.torch.backend
@@ -52,6 +55,22 @@ def test_a_torch_in_which_nobody_can_make_a_backend_is_refused(monkeypatch):
     monkeypatch.setattr(penstock.torch.backend.group, "C10dBackend", Older)
     with pytest.raises(ps.ConfigError, match="Take a newer one"):
         penstock.torch.backend.create(None)
+
+
+def test_a_group_that_is_made_anew_on_a_store_gets_a_number_of_its_own(monkeypatch):
+    group = penstock.torch.backend.group
+    monkeypatch.setattr(group, "_engines", group._Engines())  # that of two ranks, which are threads here
+    store = dist.HashStore()
+
+    def agree(rank):
+        return group._agree_on_number(store, rank, 2)
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, again = (list(ranks.map(agree, range(2))) for _ in range(2))
+    assert (first, again) == ([group.GROUPS_FIRST] * 2, [group.GROUPS_FIRST + 1] * 2)
+    store.set_timeout(timedelta(milliseconds=100))
+    with pytest.raises(dist.DistStoreError):
+        agree(1)  # which is early: what it would find is the number of before
 
 
 def test_sparse_tensors_are_summed_as_with_gloo(tmp_path):

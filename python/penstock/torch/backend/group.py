@@ -547,12 +547,13 @@ methods_outside_of_dynamo(_DeviceBackend)
 
 def _agree_on_number(store: Any, rank: int, size: int) -> int:
     """A number that no member has used for another group: the largest of what each would take next."""
-    mine = _engines.next_group
-    store.set(f"penstock/next/{rank}", str(mine))
+    # A group that is made anew finds in the program's store what was said for the one before.
+    turn = store.add(f"penstock/turns/{rank}", 1)
+    store.set(f"penstock/next/{turn}/{rank}", str(_engines.next_group))
     if rank == 0:
-        most = max(int(store.get(f"penstock/next/{member}")) for member in range(size))
-        store.set("penstock/group", str(most))
-    number = int(store.get("penstock/group"))
+        most = max(int(store.get(f"penstock/next/{turn}/{member}")) for member in range(size))
+        store.set(f"penstock/group/{turn}", str(most))
+    number = int(store.get(f"penstock/group/{turn}"))
     if number >= GROUPS_END:
         raise ConfigError(f"no more than {GROUPS_END - GROUPS_FIRST} process groups are possible in one job")
     _engines.next_group = number + 1
