@@ -80,4 +80,14 @@ dist.destroy_process_group()
 with pytest.raises(ps.ConfigError, match=r"after penstock\.shutdown"):
     ps.rank()
 assert not is_patched(last)
+
+# Nobody trains on alone without knowing it; what needs no other rank goes on.
+with pytest.raises(ps.ConfigError, match=r"its process group was destroyed.*DistributedDataParallel\(ddp\.module"):
+    model(torch.randn(3, 4))
+with torch.no_grad():
+    model(torch.randn(3, 4))
+with model.no_sync():
+    model(torch.randn(3, 4)).sum().backward()
+model.module(torch.randn(3, 4)).sum().backward()
+model.eval()(torch.randn(3, 4))
 print("seen")

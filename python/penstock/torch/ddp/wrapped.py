@@ -1,8 +1,8 @@
 """What a wrapped model does where torch's has its reducer: it is distributed in the job that is begun for it.
 
 As torch's does, a forward through the wrapper asks for one synchronised backward, unless under ``no_sync``, and brings
-rank 0's buffers first. What else computes gradients, be it of the module itself, accumulates them on its rank. Gradients
-and updates are those of any distributed model.
+rank 0's buffers first. What else computes gradients, be it of the module itself, accumulates them on its rank. Updates
+are those of any distributed model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import penstock.torch.front_end  # noqa: F401 - models hear of the end of the job
 from penstock.attached import Attached, attach
+from penstock.errors import ConfigError
 from penstock.torch.agreement.copies import BufferCopy, CopyBook
 from penstock.torch.ddp import adoption
 from penstock.torch.ddp.jobs import join
@@ -56,6 +57,11 @@ def agree(reason: str | None) -> str | None:
         return reason
     everyone = join().engine.all_gather("penstock.ddp", (reason or "").encode())
     return next((blob.decode() for blob in everyone if blob), None)
+
+
+def _asks_for_backward(wrapper: DistributedDataParallel) -> bool:
+    """Whether a forward through the wrapper, made now, asks for a synchronised backward."""
+    return torch.is_grad_enabled() and wrapper.require_backward_grad_sync
 
 
 class WrappedModel:
@@ -140,12 +146,23 @@ class WrappedModel:
 
     @_outside_of_dynamo
     def before_forward(self, wrapper: DistributedDataParallel, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What a forward needs first; returns its arguments, on the model's device."""
+        """What a forward needs first; returns its arguments, on the model's device.
+
+        Raises:
+            ConfigError: It is to train the model, and the job is over.
+        """
         if not self._engaged and torch.is_grad_enabled() and any(one.requires_grad for one in wrapper.parameters()):
             self.engage(wrapper.module)  # of a copy
         distributed = self.distributed
         if distributed is not None:
             self._take_part(wrapper, distributed)
+        elif self._distributed is not None and wrapper.training and _asks_for_backward(wrapper):
+            raise ConfigError(
+                "this DistributedDataParallel cannot train any more: its process group was destroyed or its job ended, "
+                "and gradients would stay on this rank. Destroy the group after training; or begin another one and "
+                "wrap the model in it, DistributedDataParallel(ddp.module). To evaluate, call eval() or use "
+                "torch.no_grad()"
+            )
         if wrapper.device_ids:
             device = torch.device(wrapper.device_type, wrapper.device_ids[0])
             (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, wrapper.use_side_stream_for_tensor_copies)
@@ -164,7 +181,7 @@ class WrappedModel:
             wrapper._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if not distributed.observed and distributed.gradients.backwards > BACKWARDS_OBSERVED_MAX:
             distributed.end_observation()  # the program updates parameters without an optimizer
-        wrapper.require_forward_param_sync = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        wrapper.require_forward_param_sync = _asks_for_backward(wrapper)
         if wrapper.require_forward_param_sync:
             distributed.gradients.quiet = False
 
