@@ -124,7 +124,7 @@ class CheckpointWriter:
         """Begin to write the checkpoint of the number of calls so far. None is under way.
 
         Args:
-            path: Of its file.
+            path: Of its file; another rank than 0 adds its own number to the name.
             make: Where it is written, makes what writes it, in a thread of its own: nothing else may change what that
                 reads.
             keep: How many of the newest stay.
@@ -135,7 +135,9 @@ class CheckpointWriter:
         Raises:
             ConfigError: There can be no such directory, or ``make`` raised it. On all ranks.
         """
-        number = self.calls
+        number, rank = self.calls, self._rank
+        # A lost rank that lives may be about to write one of this number.
+        own = path if rank == 0 else path.with_name(f"{path.stem}-by-{rank}{path.suffix}")
 
         def start() -> str:
             fill = make()
@@ -143,13 +145,13 @@ class CheckpointWriter:
 
             def write() -> None:
                 try:
-                    add_checkpoint(path, number, fill, keep)
+                    add_checkpoint(own, number, fill, keep, rank)
                 except Exception as error:  # noqa: BLE001 - raised where somebody waits for it
                     self._error = error
 
             self._thread = threading.Thread(target=write, name="penstock-checkpoint", daemon=True)
             self._thread.start()
-            return str(path)
+            return str(own)
 
         file: str
         file, self._by = on_first(self._gathering, self._rank, self._caller, start)

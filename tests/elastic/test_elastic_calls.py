@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.elastic_calls import GRADES, pieces
+from penstock.whole_files import newest
 
 OPTIONS = {"elastic": True, "peer_timeout_s": 4.0, "line_rate_mbit": 1000.0, "slice_bytes": 64 << 10}
 
@@ -232,6 +234,36 @@ def trained(rank, size, directory, steps, deaths):
     return begun, last, [parameter.detach().numpy().copy() for parameter in model.parameters()]
 
 
+def stopped(rank, size, directory):
+    """Rank 0 is stopped while it writes the checkpoint of step 6, and goes on when the last one is on the disk."""
+    pid = Path(directory).with_name("pid")
+    if rank == 0:
+        pid.write_text(str(os.getpid()), encoding="utf-8")
+        replace = Path.replace
+
+        def stop(path, target):
+            if f"{6:010d}.safetensors.{os.getpid()}" in path.name:  # on its way to its name
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return replace(path, target)
+
+        Path.replace = stop
+    try:
+        return trained(rank, size, directory, 16, {})[1]
+    finally:
+        if rank == 1:
+            os.kill(int(pid.read_text(encoding="utf-8")), signal.SIGCONT)
+
+
+@pytest.mark.long
+def test_who_was_given_up_and_writes_on_takes_no_checkpoint_back(tmp_path):
+    directory = tmp_path / "checkpoints"
+    outcomes = run(3, stopped, tmp_path, str(directory), ranks_min=2, **OPTIONS)
+    assert isinstance(outcomes[0].error, ps.PeerLost), outcomes[0].error
+    file, number = newest("load", directory)
+    assert (number, file.name) == (15, f"model-{15:010d}-by-1.safetensors")
+    assert [outcomes[rank].value for rank in (1, 2)] == [str(file)] * 2
+
+
 def test_checkpoints_go_on_when_who_writes_them_is_lost(tmp_path):
     directory = str(tmp_path / "checkpoints")
     outcomes = run(4, trained, tmp_path, directory, 16, {0: 7, 1: 10}, ranks_min=2, **OPTIONS)
@@ -239,7 +271,7 @@ def test_checkpoints_go_on_when_who_writes_them_is_lost(tmp_path):
     for rank in (2, 3):
         assert outcomes[rank].error is None, outcomes[rank].error
         values.append(outcomes[rank].value)
-    assert values[0][:2] == values[1][:2] == (0, values[0][1]) and values[0][1].endswith("15.safetensors")
+    assert values[0][:2] == values[1][:2] == (0, values[0][1]) and values[0][1].endswith("15-by-2.safetensors")
     (tmp_path / "again").mkdir()
     for begun, _, parameters in run_well(2, trained, tmp_path / "again", directory, 16, {}, **OPTIONS):
         assert begun == 15

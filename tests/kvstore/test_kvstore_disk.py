@@ -1,12 +1,10 @@
 """A `penstock.KVStore` on disk: files that are there whole or not at all, checkpoints, and what is torn."""
 
-import json
 import signal
 import subprocess
 import sys
 import threading
 import warnings
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +108,8 @@ def checkpoints(rank, size, place):
         written += filter(None, [kv.checkpoint(place, every=2, keep=2)])
     assert kv.finish_checkpoint() == written[-1]
     assert [Path(name).name for name in written] == [f"kvstore-{n:010d}.safetensors" for n in (2, 4, 6)]
-    assert sorted(one.name for one in place.iterdir()) == sorted([MANIFEST, *(Path(name).name for name in written[1:])])
+    names = [Path(name).name for name in written[1:]]
+    assert sorted(one.name for one in place.iterdir()) == sorted([*names, *(name + MANIFEST for name in names)])
     for bad in ({"every": 0}, {"keep": 0}, {"every": "often"}):
         with pytest.raises(ps.ConfigError, match=r"must be 1 at least"):
             kv.checkpoint(place, **bad)
@@ -138,11 +137,14 @@ def checkpoints(rank, size, place):
         equal(other.state_dict(), kv.state_dict())
     ps.barrier()
     if rank == 0:
-        tear(place / MANIFEST, "short")
-    with pytest.raises(ps.ConfigError, match=r"no whole checkpoint in .*: there is no readable manifest.json"):
+        for name in written[1:]:
+            tear(Path(name + MANIFEST), "short")
+    with pytest.raises(ps.ConfigError, match=r"no whole checkpoint in .*6\.safetensors is torn \(its manifest"):
         kv.load(place)
+    with pytest.raises(ps.ConfigError, match=r"no whole checkpoint in .*: there is no file \*\.manifest"):
+        kv.load(place.parent)
     with pytest.raises(ps.ConfigError, match=r"checkpoint: .*directory|checkpoint: .*exists"):
-        kv.checkpoint(place / MANIFEST)
+        kv.checkpoint(written[2])
 
 
 def test_checkpoints(tmp_path):
@@ -269,7 +271,7 @@ def test_what_a_writer_leaves_that_is_killed_before_a_file_has_its_name_is_never
     done = written(moment)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "from 0 0.0\n"), done.stderr
     (left,) = (one for one in place.iterdir() if one.name.endswith(".tmp"))
-    of = f"kvstore-{2:010d}.safetensors" if moment == 0 else MANIFEST
+    of = f"kvstore-{2:010d}.safetensors{MANIFEST if moment else ''}"
     assert left.name.startswith(f".{of}.") and left.stat().st_size > 0
     whole = left.read_bytes()
     for turn, value in ((1, -1.0), (2, -2.5)):  # by momentum: 1, 1.5, 1.75
@@ -277,7 +279,7 @@ def test_what_a_writer_leaves_that_is_killed_before_a_file_has_its_name_is_never
         assert (done.returncode, done.stdout) == (0, f"from {turn} {value}\n"), done.stderr
     assert newest("load", place)[1] == 3
     assert left.read_bytes() == whole, "nobody else's"
-    names = {MANIFEST, *(f"kvstore-{number:010d}.safetensors" for number in (2, 3))}
+    names = {f"kvstore-{number:010d}.safetensors{of}" for number in (2, 3) for of in ("", MANIFEST)}
     assert {one.name for one in place.iterdir()} == {left.name, *names}
 
 
@@ -296,14 +298,38 @@ def test_a_checkpoint_is_not_written_behind_a_later_one_of_another_training(tmp_
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["210.safetensors"]
 
 
-def test_a_manifest_names_nothing_outside_its_directory(tmp_path):
-    (tmp_path / "other.safetensors").write_bytes(b"1")
-    (tmp_path / "dir").mkdir()
-    entry = {"file": "../other.safetensors", "number": 1, "bytes": 1, "crc32": zlib.crc32(b"1")}
-    manifest = {"format": whole_files.FORMAT, "checkpoints": [entry]}
-    (tmp_path / "dir" / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ps.ConfigError, match="no whole checkpoint"):
-        newest("load", tmp_path / "dir")
+@pytest.mark.parametrize("moment", [0, 1], ids=["the state's", "the manifest's"])
+def test_who_is_given_up_and_writes_on_takes_no_checkpoint_back(moment, tmp_path, monkeypatch):
+    """Rank 0 is stopped before a file has its name, and goes on when rank 1 has written later ones."""
+
+    def write(number, rank):
+        path = tmp_path / f"{number}-by-{rank}"
+        add_checkpoint(path, number, lambda to: Path(to).write_text(path.name, encoding="utf-8"), 2)
+
+    write(1, 0)
+    write(2, 0)
+    replace, count = Path.replace, iter(range(100))
+
+    def stopped(path, target):
+        if next(count) == moment:
+            for number in (3, 4, 5):
+                write(number, 1)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    write(3, 0)
+    assert newest("load", tmp_path) == (tmp_path / "5-by-1", 5)
+    (tmp_path / "5-by-1").write_bytes(b"torn")
+    with pytest.warns(UserWarning, match="5-by-1 is torn"):
+        assert newest("load", tmp_path) == (tmp_path / "4-by-1", 4)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_of_two_checkpoints_of_one_number_that_of_who_goes_on_counts(ranks, tmp_path):
+    for rank in ranks:
+        path = tmp_path / f"3-by-{rank}"
+        add_checkpoint(path, 3, lambda to, path=path: Path(to).write_text(path.name, encoding="utf-8"), 1, rank)
+    assert newest("load", tmp_path) == (tmp_path / "3-by-1", 3)
 
 
 WITHOUT_TORCH = """

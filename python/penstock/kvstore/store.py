@@ -482,7 +482,7 @@ class KVStore:
         The call returns when all that the store holds is copied. Rank 0 then writes it to the disk, in a thread, while
         training goes on; the next checkpoint, `load`, `finish_checkpoint` and `penstock.shutdown` wait for that.
 
-        A checkpoint is what `save` writes. A manifest beside it is replaced last, so a writer that is stopped at any
+        A checkpoint is what `save` writes. A manifest beside it is written last, so a writer that is stopped at any
         moment leaves the checkpoints before as they were. `load` takes the newest one; after that calls are counted
         on from its number. An error that names a lost rank names the last checkpoint, too.
 

@@ -21,7 +21,7 @@ from penstock.checkpointing import CheckpointWriter, on_first
 from penstock.errors import ConfigError, PeerLost
 from penstock.torch.agreement.arguments import optimizers_in
 from penstock.torch.schemes.residuals import ENTRY
-from penstock.whole_files import MANIFEST, newest
+from penstock.whole_files import has_checkpoints, newest
 
 __all__ = ["Checkpoints"]
 
@@ -33,10 +33,12 @@ class Checkpoints:
     """Periodic checkpoints of a distributed model, its optimizers, and what else a training goes on from.
 
     At every so manieth `step` the state is copied on rank 0, which writes it to the disk in a thread while training
-    goes on. A file is there whole or not at all, and a manifest says which there are. With ``update="servers"`` the
-    optimizer's state comes from the owners. A checkpoint fits any number of ranks and servers, and any ``update``.
+    goes on. A file is there whole or not at all, and a manifest beside it says what is in it. With
+    ``update="servers"`` the optimizer's state comes from the owners. A checkpoint fits any number of ranks and servers,
+    and any ``update``.
 
     In an elastic job the first rank that is left does it in the place of rank 0: give a directory that all hosts see.
+    What a lost rank still writes, if it lives, takes no later checkpoint back.
 
     All ranks make the same calls. What is a rank's own is not in it: what lossy layers keep, and buffers of other ranks
     than 0.
@@ -146,7 +148,7 @@ class Checkpoints:
         read: dict[str, Tensor] = {}
 
         def read_it() -> Any:
-            if not (self._directory / MANIFEST).exists():
+            if not has_checkpoints(self._directory):
                 return None
             file, number = newest(f"{_CALLER}.load", self._directory)
             return {"file": str(file), "number": number, "parts": _read(file, read)}
