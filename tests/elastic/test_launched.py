@@ -1,5 +1,7 @@
 """`penstock run --min`: a program that says nothing of it goes on without a worker that is killed."""
 
+import subprocess
+
 import programs
 import pytest
 
@@ -16,7 +18,7 @@ model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0
 first = ps.rank()
 for step in range(30):
     if (first, step) == (int(sys.argv[1]), 5):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
     model(torch.randn(8, 20)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -29,7 +31,7 @@ print(f"from {first} to {ps.rank()} of {ps.world_size()}: {sums}", flush=True)
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_program_goes_on_without_a_worker_that_is_killed(killed, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
-    arguments = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "train.py", str(killed))
+    arguments = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "train.py", str(killed), "SIGKILL")
     done = programs.run(*arguments, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     left = [rank for rank in range(3) if rank != killed]
@@ -37,3 +39,15 @@ def test_a_program_goes_on_without_a_worker_that_is_killed(killed, tmp_path):
     assert [line.split(":")[0] for line in said] == [f"from {rank} to {place} of 2" for place, rank in enumerate(left)]
     assert len({line.split(": ")[1] for line in said}) == 1, said
     assert f"rank {killed} on localhost was killed by SIGKILL; 2 workers are left, and go on" in done.stderr
+
+
+@pytest.mark.long
+def test_a_worker_that_is_stopped_for_good_is_not_waited_for(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    arguments = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "train.py", "1", "SIGSTOP")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = programs.start_afresh(*arguments, cwd=tmp_path, **pipes)  # whose workers are children of the agent
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert {line.split("] ")[1].split(":")[0] for line in out.splitlines()} == {"from 0 to 0 of 2", "from 2 to 1 of 2"}
+    assert "rank 1 on localhost is stopped by a signal, and the others have ended: it is ended, too" in err

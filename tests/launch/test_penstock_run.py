@@ -229,6 +229,41 @@ def test_others_go_on_without_workers_that_are_lost():
         assert re.search(rf"rank [01] on localhost was killed by SIGKILL; {left} workers are left, and go on", err), err
 
 
+STOPS = """
+import os, signal, sys
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+    print("goes on", flush=True)
+"""
+
+
+def state(pid):
+    """As the kernel has it, T of one that is stopped; Z also of one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").split(") ")[1][0]
+    except OSError:
+        return "Z"
+
+
+def test_a_worker_that_is_stopped_is_not_waited_for_when_the_others_have_ended():
+    write(STOPS)
+    status, out, err = run("--nproc-per-node", "3", "--min", "2", "train.py")
+    assert (status, out) == (0, ""), err
+    assert "rank 1 on localhost is stopped by a signal, and the others have ended: it is ended, too" in err
+
+
+def test_a_worker_that_goes_on_in_time_is_waited_for():
+    write(STOPS)
+    process = start("--grace-s", "50", "--nproc-per-node", "3", "--min", "2", "train.py")
+    first, second, third = pids(process.stderr.readline() + process.stderr.readline())
+    while (state(first), state(second), state(third)) != ("Z", "T", "Z"):
+        time.sleep(0.01)
+    os.kill(second, signal.SIGCONT)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (0, "[rank 1] goes on\n"), err
+    assert "is ended" not in err
+
+
 def test_too_few_that_are_left_are_ended():
     write(ENDS_BY_TURNS + "time.sleep(60)")
     status, _, err = run("--nproc-per-node", "3", "--min", "2", "train.py", "2")

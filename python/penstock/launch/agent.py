@@ -6,7 +6,8 @@ its own, which ends with it.
 
 Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "environment"}]}``, then ``{"signal": N}``.
 Output: `HELLO` with free ports, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
-output, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
+output, ``{"stopped"}`` and ``{"continued"}`` as a signal has stopped one or let it go on, ``{"ended", "status"}``, and
+``{"failed", "why"}`` if one could not be started.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ DRAIN_S = 1.0
 PIECE_MAX = 1 << 16
 """Bytes after which a line that does not end is passed on."""
 PR_SET_PDEATHSIG = 1
+_STOPS = os.WSTOPPED | os.WCONTINUED
 
 
 class Reports:
@@ -106,8 +108,7 @@ class WorkerProcess:
         self._reports.send(rank=self._rank, stream=stream, text=line.decode("utf-8", "backslashreplace"))
 
     def _wait(self, readers: list[threading.Thread]) -> None:
-        # Not reaped yet, so that its number, which is its group's, cannot be another's.
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self._report_stops()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what it has left behind
         status = self._process.wait()
@@ -115,6 +116,17 @@ class WorkerProcess:
         for reader in readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
         self._reports.send(ended=self._rank, status=status)
+
+    def _report_stops(self) -> None:
+        """Until it has ended. It is not reaped yet, so that its number, which is its group's, cannot be another's."""
+        pid = self._process.pid
+        while True:
+            change = os.waitid(os.P_PID, pid, os.WEXITED | _STOPS | os.WNOWAIT)
+            if change is None or change.si_code not in (os.CLD_STOPPED, os.CLD_CONTINUED):
+                return
+            change = os.waitid(os.P_PID, pid, _STOPS | os.WNOHANG)  # taken, so that the next one is waited for
+            if change is not None:
+                self._reports.send(**{"stopped" if change.si_code == os.CLD_STOPPED else "continued": self._rank})
 
 
 def _end_with_parent() -> None:

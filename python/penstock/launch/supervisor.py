@@ -194,6 +194,8 @@ class Supervisor:
         """Status of each rank, in the order in which they ended."""
         self._lost: set[int] = set()
         """Workers without which the others have gone on."""
+        self._stopped: set[int] = set()
+        """Ranks that a signal has stopped."""
         self._ends = False
         """All are to end: nobody goes on."""
         self._unread: set[int] = set()
@@ -224,6 +226,8 @@ class Supervisor:
                 tell(self._who_is_where(meet))
                 while self._workers_run():
                     self._handle(math.inf)
+                    if self._only_stopped_are_left():
+                        return
                 limit_s = math.inf if self._plan.joint else SERVERS_S
                 self._wait(lambda: not self._running(), limit_s, self._servers_left)
             except JobFailed as failure:
@@ -367,6 +371,10 @@ class Supervisor:
             agent.left = {rank for rank in agent.left if rank < message["failed"]}
             name = self._seat_of[message["failed"]].name
             raise JobFailed(f"{name} on {agent.host.name} cannot be started: {message['why']}", 2)
+        elif "stopped" in message:
+            self._stopped.add(message["stopped"])
+        elif "continued" in message:
+            self._stopped.discard(message["continued"])
         elif "ended" in message:
             rank, status = message["ended"], message["status"]
             agent.left.discard(rank)
@@ -407,8 +415,7 @@ class Supervisor:
         least = self._plan.workers_min
         if least is None or self._ends or self._starting():
             return False
-        running = {rank for agent in self._agents for rank in agent.left}
-        left = len(running) + sum(status == 0 for status in self._ended.values())
+        left = len(self._left()) + self._ended_well()
         if left < least:
             self._tell(f"{left} worker{'s are' if left != 1 else ' is'} left, and --min is {least}")
             return False
@@ -418,6 +425,22 @@ class Supervisor:
         )
         return True
 
+    def _only_stopped_are_left(self) -> bool:
+        """Whether nobody is left but who is stopped, and stays so for `grace_s`, and enough have ended well.
+
+        Who is stopped was given up by the others, who have ended without it, and does not end by itself.
+        """
+        least = self._plan.workers_min
+        deadline_s = time.monotonic() + self._plan.grace_s
+        while least is not None and self._ended_well() >= least and self._running() and self._left() <= self._stopped:
+            if time.monotonic() > deadline_s:
+                for rank in sorted(self._left()):
+                    name = f"{self._seat_of[rank].name} on {self._host_of[rank].name}"
+                    self._tell(f"{name} is stopped by a signal, and the others have ended: it is ended, too")
+                return True
+            self._handle(deadline_s - time.monotonic())
+        return False
+
     def _wait(self, done: Callable[[], bool], limit_s: float, otherwise: str | Callable[[], str]) -> None:
         deadline_s = time.monotonic() + limit_s
         while not done():
@@ -425,6 +448,12 @@ class Supervisor:
             if time.monotonic() > deadline_s:
                 text = otherwise if isinstance(otherwise, str) else otherwise()
                 raise JobFailed(f"{text} within {limit_s:g} s", 1)
+
+    def _left(self) -> set[int]:
+        return {rank for agent in self._agents for rank in agent.left}
+
+    def _ended_well(self) -> int:
+        return sum(status == 0 for status in self._ended.values())
 
     def _running(self) -> bool:
         return any(agent.left for agent in self._agents)
