@@ -19,6 +19,7 @@ from penstock.coordinator import Cluster, Coordinator
 from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.explain_command import AUTO_NOTE
+from penstock.local_explanation import LocalExplanation
 from penstock.lossy import of_layers
 from penstock.plan import Terms
 from penstock.torch.choice.network import describe, layers_of
@@ -378,6 +379,27 @@ def test_a_layer_whose_weight_is_counted_elsewhere_is_no_matrix():
     assert (embedding.kind, embedding.shape) == ("embedding", (100, 16))
     assert (head.kind, head.shape, head.elems) == ("other", (100,), 100)
     assert Coordinator(Network("tied", (embedding, head)), Cluster(4, 4), batchsize=4).best_scheme("1") == "store"
+
+
+def test_what_is_frozen_does_not_travel_and_is_computed_all_the_same():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    model[0].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    network = describe(model, torch.zeros(5, 8), name="net")
+    frozen, half, head = network.layers
+    assert (frozen.tensors, frozen.flops, half.flops) == ((), 2 * 8 * 16, 2 * 16 * 16)
+    assert (half.kind, half.shape, half.elems) == ("other", (16,), 16)
+    assert (head.kind, head.elems) == ("linear", 4 * 16 + 4)
+    assert network.notes == ("frozen (requires_grad=False), of which nothing travels: 3 parameters",)
+    coordinator = Coordinator(network, Cluster(4, 4), batchsize=5)
+    nbytes = [2 * 3 / 4 * 4 * elems for elems in (16, 4 * 16 + 4)]
+    for plan, layer, moved in zip(coordinator.explain().layers, ("1", "2"), nbytes, strict=True):
+        assert (plan.name, plan.scheme_bytes["store"]) == (layer, moved)
+    for fragments, moved in ((1, [sum(nbytes)]), (2, nbytes)):
+        local = LocalExplanation.of(coordinator, None, mode="diloco", sync_every=2, fragments=fragments)
+        assert [*local.fragment_bytes] == moved
+    with pytest.raises(ConfigError, match=r"^net: no parameter of the model is trained"):
+        describe(model.requires_grad_(False), name="net")
 
 
 def test_convolutions_count_as_the_labs_traces_do():

@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock import description
+from penstock.account import plural
 from penstock.description import Network
 from penstock.errors import ConfigError
 from penstock.torch.model.layout import CODES, ROOT
@@ -41,7 +43,7 @@ class _Seen:
 
 
 def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
-    """Layers, rows and arithmetic of a model.
+    """Layers, rows and arithmetic of a model; of its parameters those that are trained, since others do not travel.
 
     Args:
         model: The model; it is left as it is.
@@ -50,13 +52,17 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
         name: For the reader.
 
     Raises:
-        ConfigError: The model's forward fails with the example.
+        ConfigError: The model's forward fails with the example, or no parameter is trained.
     """
+    frozen = {of for of, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    notes = []
+    if frozen:
+        notes.append(f"frozen (requires_grad=False), of which nothing travels: {plural(len(frozen), 'parameter')}")
     if example is None:
-        notes = [
+        notes.append(
             "no example input: every layer is taken to see one row per sample (give the function's result as a pair)"
-        ]
-        return Network(name, tuple(layers_of(model, {}, why_whole=_why_whole(model))), notes=tuple(notes))
+        )
+        return _trained(name, layers_of(model, {}, why_whole=_why_whole(model)), frozen, notes)
     batch = next((given.shape[0] for given in _tensors(example) if given.dim() > 0), 1)
     try:
         seen = _look(model, example)
@@ -64,7 +70,22 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
         raise ConfigError(
             f"{name}: its forward fails with the given example: {type(error).__name__}: {error}"
         ) from error
-    return Network(name, tuple(layers_of(model, seen, batch, _why_whole(model))))
+    return _trained(name, layers_of(model, seen, batch, _why_whole(model)), frozen, notes)
+
+
+def _trained(name: str, layers: Sequence[description.Layer], frozen: Collection[str], notes: Sequence[str]) -> Network:
+    """Of these layers what is trained, and all of the arithmetic."""
+    found = []
+    for layer in layers:
+        tensors = tuple(tensor for tensor in layer.tensors if tensor.name not in frozen)
+        if tensors[:1] == layer.tensors[:1]:
+            found.append(replace(layer, tensors=tensors))
+        else:  # without its weight it is no matrix
+            shape = tensors[0].shape if tensors else layer.shape
+            found.append(replace(layer, tensors=tensors, kind="other", shape=shape, why_whole=None))
+    if not any(layer.tensors for layer in found):
+        raise ConfigError(f"{name}: no parameter of the model is trained (requires_grad), so nothing would travel")
+    return Network(name, tuple(found), notes=tuple(notes))
 
 
 def describe_torchvision(models: Any, name: str) -> Network:
