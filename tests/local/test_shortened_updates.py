@@ -314,9 +314,24 @@ def elsewhere(rank, size, saved, wire, warns):
     return bits(optimizer), file.getvalue()
 
 
+def regrouped(rank, size, states):
+    """As many ranks, which are one client now."""
+    optimizer = made(0, "int4", seed=3, inside="gradients", **STREAMING)
+    said = rf"what rank {rank} of 2 had not sent .*: clients are single ranks in the state, and \[\[0, 1\]\] here"
+    with pytest.warns(UserWarning, match=said):
+        optimizer.load_state_dict(torch.load(io.BytesIO(states[rank]), weights_only=True))
+    assert not any(one.any() for one in optimizer.state_dict()["kept"].values())
+    for _ in range(8):
+        optimizer.step()
+    optimizer.synchronize()
+    return bits(optimizer)
+
+
 def test_a_state_goes_on_with_the_same_bits_and_elsewhere_without_what_was_kept(tmp_path):
-    saved = run_well(2, resumed, tmp_path, "int4")[0]
-    run_well(1, elsewhere, tmp_path, saved, "int4", [0])
+    states = run_well(2, resumed, tmp_path, "int4")
+    run_well(1, elsewhere, tmp_path, states[0], "int4", [0])
+    results = run_well(2, regrouped, tmp_path, states, groups=[[0, 1]])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("wire", ["int8", pytest.param(TOP_K, marks=pytest.mark.long)])

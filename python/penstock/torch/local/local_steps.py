@@ -369,6 +369,11 @@ class LocalSteps:
 
     # What is saved
 
+    @property
+    def _groups(self) -> list[list[int]]:
+        """Of clients of several ranks; none: each rank is one."""
+        return [list(client) for client in self._clients]
+
     def state_dict(self) -> dict[str, Any]:
         """All that training goes on from. All ranks call it alike, and each saves its own: between rounds they differ.
 
@@ -405,13 +410,14 @@ class LocalSteps:
             "kept": self._parameters.kept(),
             "rank": self._running.rank,
             "world_size": self._running.world_size,
+            "clients": self._groups,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state. All ranks call it alike, each with its own; common values are rank 0's.
 
         There may be another number of ranks: one that has no state of its own takes another rank's. All then begin
-        with nothing kept, and a warning says so where there was something.
+        with nothing kept, as with other groups for clients, and a warning says so where there was something.
 
         Raises:
             ConfigError: It is no state, or of another schedule.
@@ -444,10 +450,16 @@ class LocalSteps:
 
     def _load_kept(self, state: dict[str, Any]) -> None:
         rank, size = self._running.rank, self._running.world_size
-        found = (state["rank"], state["world_size"])
-        self._parameters.load_kept(state["kept"] if found == (rank, size) else {})
-        if state["kept"] and (found != (rank, size) or not self._parameters.kept()):
-            why = f"the state is that of rank {found[0]} of {found[1]}" if self._wire != EXACT else "all is sent"
+        found, clients = (state["rank"], state["world_size"]), state["clients"]
+        # What is kept is a client's, in an average over as many as there were.
+        fits = found == (rank, size) and clients == self._groups
+        self._parameters.load_kept(state["kept"] if fits else {})
+        if state["kept"] and not (fits and self._parameters.kept()):
+            why = f"the state is that of rank {found[0]} of {found[1]}"
+            if self._wire == EXACT:
+                why = "all is sent"
+            elif found == (rank, size):
+                why = f"clients are {clients or 'single ranks'} in the state, and {self._groups or 'single ranks'} here"
             warn(
                 f"penstock: {self._caller} goes on without what rank {rank} of {size} had not sent of its outer "
                 f"gradients: {why}"
