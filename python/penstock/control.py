@@ -16,6 +16,7 @@ import json
 import struct
 import threading
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -269,17 +270,26 @@ class Saved(Message):
 
 @dataclass(frozen=True)
 class CountLate(Message):
-    """Say whose contributions came too late for their rounds.
+    """Say whose contributions came too late for their rounds: worker 0 gets the sum of all servers' counts.
 
     Attributes:
         book: The book's number.
+        workers: How many there are.
     """
 
     book: int
+    workers: int
 
-    def carry_out(self, engine: Engine) -> list[tuple[int, int]]:
-        """Ranks, and how many of their contributions to slices."""
-        return engine.late(self.book)
+    def carry_out(self, engine: Engine) -> None:
+        """Send this server's."""
+        counts = self.none()
+        for rank, count in engine.late(self.book):
+            counts[rank] = count
+        add_up(engine, counts, None, "i64")
+
+    def none(self) -> array[int]:
+        """By worker, no contribution."""
+        return array("q", [0]) * self.workers
 
 
 @dataclass(frozen=True)
@@ -305,12 +315,12 @@ def broadcast(engine: Engine, data: Any, *, wait: bool = True) -> Call:
     return call
 
 
-def add_up(engine: Engine, mine: Any, output: Any) -> None:
-    """What is kept in parts: each byte is one owner's, and all others have zeros. The sum goes to worker 0."""
+def add_up(engine: Engine, mine: Any, output: Any, dtype: str = "u8") -> None:
+    """The sum goes to worker 0. Of what is kept in parts each byte is one owner's, and all others have zeros."""
     memory = view(mine, "what is kept", written=True)
     place = (memory.address, memory.nbytes)
     outputs = [] if output is None else [place]
-    engine.call(GROUP, "reduce", 0, 0, "sum", "u8", [place], outputs, memory.keep).wait()
+    engine.call(GROUP, "reduce", 0, 0, "sum", dtype, [place], outputs, memory.keep).wait()
 
 
 def keep(
@@ -587,7 +597,10 @@ class Servers:
         """Whose contributions came too late, as far as this worker knows: of what it owns, or worker 0 of all."""
         if not self.ranks:
             return self._engine.late(book)
-        return [(rank, count) for server in self.tell(CountLate(book)) for rank, count in server]
+        message = CountLate(book, len(self._workers))
+        counts = message.none()
+        self.tell(message, lambda: add_up(self._engine, counts, counts, "i64"))
+        return [(rank, count) for rank, count in enumerate(counts) if count]
 
     def tell(self, message: Message, meanwhile: Callable[[], object] | None = None) -> list[Any]:
         """As `Channel.tell` at worker 0; at other workers nothing is done, and the list is empty."""

@@ -53,6 +53,15 @@ def main(directory, *options):
     few.pushpull("w", np.full(5000, 1.0 + ps.rank()), out=total).wait()
     assert (total == (1 + ps.world_size()) / 2).all(), "the average over all: nobody is late"
     assert few.dropped() == {}
+    one = ps.KVStore("sync", stragglers="drop", enough=1, late_after_s=0.001)
+    one.init("w", np.zeros(5000))
+    one.pushpull("w", np.ones(5000), out=total).wait()  # all meet for the book; who is late then is open
+    for rank in range(ps.world_size()):
+        if rank == ps.rank():
+            one.pushpull("w", np.ones(5000), out=total).wait()
+        ps.barrier()
+    late = one.dropped()
+    assert {*late} >= {*range(1, ps.world_size())}, late
     told = {
         "first": [float(value.flat[0]) for value in out.values()],
         "momenta": [float(states["exp_avg"].flat[-1]) for states in state["states"].values()],

@@ -1,5 +1,6 @@
 """Jobs with servers of their own, of real processes, as `penstock run --servers` starts them."""
 
+import ctypes
 import json
 import os
 import re
@@ -10,10 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import programs
 import pytest
 
 from penstock.control import (
+    ANSWER_BYTES,
     CountLate,
     EndServing,
     Keep,
@@ -313,6 +316,33 @@ def test_a_program_that_trains_is_no_server():
     assert "start `penstock server` in its place" in done.stderr
 
 
+class Counted:
+    """The engine of a server that has counted late contributions; it keeps what is to be summed."""
+
+    def __init__(self, late):
+        self._late = late
+
+    def late(self, book):
+        return self._late
+
+    def call(self, group, kind, root, number, op, dtype, inputs, outputs, keep):
+        assert (kind, op, outputs) == ("reduce", "sum", [])
+        ((address, nbytes),) = inputs
+        self.summed = dtype, np.frombuffer(ctypes.string_at(address, nbytes), "<i8")
+        return self
+
+    def wait(self):
+        pass
+
+
+def test_who_is_late_is_told_however_many_they_are():
+    engine = Counted([(rank, rank << 40) for rank in range(1, 1000, 2)])
+    answer = CountLate(2, 1000).carry_out(engine)
+    assert len(json.dumps({"value": answer})) <= ANSWER_BYTES
+    dtype, counts = engine.summed
+    assert (dtype, counts.tolist()) == ("i64", [(rank << 40) * (rank % 2) for rank in range(1000)])
+
+
 def test_messages_are_typed_and_nothing_else_is_taken():
     book = ServeBook(2, "model", ["fc"], [["w", 0, "f32", 3]], [0, 1, 2], [2], [0, 1])
     word = Proceed(2, 7, [["sgd", {"lr": 0.1}]], [0], 0.5)
@@ -323,7 +353,7 @@ def test_messages_are_typed_and_nothing_else_is_taken():
         Squares(2, 7),
         OrderUpdates(2, ["sgd", {"lr": 0.1}], 0.5, 3),
         Keep(2, 0, 12, True, None, 3),
-        CountLate(2),
+        CountLate(2, 4),
         EndServing(),
     ):
         assert decode(encode(message)) == message
