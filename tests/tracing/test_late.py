@@ -14,7 +14,7 @@ EVEN = {"input": 3, "wait": 10, "update": 2, "forward": 20, "layer": 8, "step": 
 """Milliseconds of each part of a step; backward has a part for each layer, from the last to the first."""
 
 
-def job(slow, steps=6, ranks=3, skew_ms=1000, seed=1):
+def job(slow, steps=6, ranks=3, skew_ms=1000, seed=1, asynchronous=()):
     """Steps of some ranks, of which each one has what `slow` says beyond the even: by rank and part, or (part, layer).
 
     Nobody goes on before the last one's contributions are there; who comes early waits for longer.
@@ -65,7 +65,7 @@ def job(slow, steps=6, ranks=3, skew_ms=1000, seed=1):
             ends[rank] = max(at, there / MS - target * skew_ms)
         start = max(ends.values())
     clocks = {rank: (lambda at, rank=rank: at - rank * skew_ms * MS) for rank in range(ranks)}
-    return lateness_of(activities, records, frames, clocks)
+    return lateness_of(activities, records, frames, clocks, asynchronous)
 
 
 def test_of_even_ranks_none_stands_out():
@@ -104,6 +104,11 @@ def test_two_late_ranks_of_five_are_both_found():
     found = job({1: {"input": 30}, 4: {"forward": 30}}, ranks=5)
     assert [one.rank for one in found if one.stands_out] == [1, 4]
     assert [one.cause for one in found if one.stands_out] == ["input", "compute"]
+
+
+def test_where_nobody_waits_for_others_nobody_is_late():
+    assert job({1: {"input": 30}}, asynchronous={BOOK}) == []
+    assert job({1: {"input": 30}}, asynchronous={BOOK + 1})[1].stands_out
 
 
 def test_a_little_is_nothing_and_few_steps_say_nothing():

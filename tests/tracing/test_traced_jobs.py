@@ -222,6 +222,17 @@ def test_a_rank_that_others_wait_for_is_named_with_the_layer_and_the_cause(tmp_p
     assert 20 < late["late_ms"] < late["step_ms"]
 
 
+def test_of_asynchronous_training_nobody_is_called_late(tmp_path, capsys):
+    run(tmp_path, "async")
+    assert main(["trace", "merge", str(tmp_path / "traces")]) == 0
+    said = capsys.readouterr().out
+    assert "model0.gradients is asynchronous: no rank waits for another, so none is late\n" in said
+    assert not re.search(r"is late by|no rank is late by", said), said
+    summary, _ = merged(tmp_path / "traces", capsys)
+    assert (summary["late"], summary["asynchronous"]) == ([], ["model0.gradients"])
+    assert [one["steps"] for one in summary["ranks"]] == [2 * STEPS] * 2
+
+
 # Files and options, without jobs
 
 

@@ -56,7 +56,8 @@ def main() -> None:
         ps.init(**always)
     rank = ps.rank()
     ways = {"ways": {"schemes": {"0": "ring", "2": "factors"}}, "owners": {"update": "servers"}}
-    ps.distribute(model, optimizer, **ways.get(mode, {}))
+    options = {"async": {"mode": "async"}, **ways}
+    ps.distribute(model, optimizer, **options.get(mode, {}))
     if mode in ways:
         with ps.trace(directory / "traces"):
             steps_of(model, optimizer, STEPS)
@@ -84,7 +85,7 @@ def main() -> None:
             said["observed within"] = current().engine.observed
             steps_of(model, optimizer, 2)
         said["ended"] = [trace.has_ended, more.has_ended]
-    elif mode == "late":  # rank 1 takes longer from the middle of its backward on
+    elif mode in ("late", "async"):  # rank 1 takes longer from the middle of its backward on
 
         def slow(module, grad_input, grad_output):
             time.sleep(LATE_S if rank == 1 else 0.0)

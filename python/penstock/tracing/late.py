@@ -16,8 +16,8 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.tracing.activities import Activities, Activity, TracedStep
@@ -89,15 +89,19 @@ def lateness_of(
     records: Mapping[int, Sequence[Record]],
     frames: Iterable[TracedFrame],
     clocks: Mapping[int, Callable[[int], int]],
+    asynchronous: Collection[int] = (),
 ) -> list[Lateness]:
-    """Of each rank, if there are steps that several have in common.
+    """Of each rank, if there are steps that several have in common, and in which they wait for each other.
 
     Args:
         activities: Of each rank's program, on its own clock.
         records: Of slices, likewise.
         frames: Each end on the clock of its rank.
         clocks: By rank, to the one clock.
+        asynchronous: Books in which no rank waits for another: nobody is late there.
     """
+    activities = {rank: _without(of_rank, asynchronous) for rank, of_rank in activities.items()}
+    frames = [frame for frame in frames if frame.record.book not in asynchronous]
     arrivals = _arrivals(activities, records, frames, clocks)
     all_there = _all_there(activities, arrivals, clocks)
     seen = {
@@ -115,6 +119,15 @@ def lateness_of(
     if len(ranks) < 2 or len(common) < STEPS_MIN:
         return []
     return [_of_rank(rank, [{other: seen[other][number] for other in ranks} for number in common]) for rank in ranks]
+
+
+def _without(of_rank: Activities, books: Collection[int]) -> Activities:
+    """The same without the gradients of these books."""
+    steps = [
+        replace(step, gradients={layer: at for layer, at in step.gradients.items() if layer[0] not in books})
+        for step in of_rank.steps
+    ]
+    return replace(of_rank, steps=steps)
 
 
 def _arrivals(

@@ -37,6 +37,7 @@ class Merged:
         frames: With both ends.
         alone: Ends of frames whose other end is in no trace.
         clocks: By rank, to that of the first.
+        asynchronous: Books in which no rank waits for another.
     """
 
     def __init__(self, traces: Mapping[int, RankTrace]) -> None:
@@ -50,6 +51,12 @@ class Merged:
         }
         self.frames: list[TracedFrame]
         self.frames, self.alone = frames_of(self.records)
+        self.asynchronous = {
+            number
+            for trace in self.traces.values()
+            for number, book in enumerate(trace.books)
+            if book.get("asynchronous")
+        }
         boots = {rank: str(trace.header.get("boot", "")) for rank, trace in self.traces.items()}
         of_day = {rank: trace.clocks for rank, trace in self.traces.items()}
         self.clocks: dict[int, Clock] = align(ranks, self.frames, boots, of_day)
@@ -79,7 +86,7 @@ class Merged:
 
     def late(self) -> list[Lateness]:
         """How late each rank is, and why."""
-        return lateness_of(self.activities, self.records, self.frames, self.clocks)
+        return lateness_of(self.activities, self.records, self.frames, self.clocks, self.asynchronous)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """What a summary says of one rank."""
@@ -170,6 +177,7 @@ def merge(merged: Merged, output: Path | None, kinetos: Sequence[tuple[int, kine
         "frames": len(merged.frames),
         "frame_ends_alone": merged.alone,
         "late": [one.facts(merged.called.layer) for one in merged.late()],
+        "asynchronous": [merged.called.book(book) for book in sorted(merged.asynchronous)],
         "kineto": [{"rank": rank, "file": one.path.name} for rank, one in kinetos],
     }
     if output is None:

@@ -66,6 +66,7 @@ class Moments:
         steps: Steps that are over: calls of `step` of the optimizer that called it first, or, where none does, backward
             passes of the model that had one first.
         counting: The book of the gradients whose steps these are, once there is one.
+        asynchronous: Books in which no rank waits for another.
         at_step: Called when a step is over, with `steps`.
         at_backward: Called when a backward of that model begins.
     """
@@ -77,6 +78,7 @@ class Moments:
         self.at_step: Callable[[int], None] | None = None
         self.at_backward: Callable[[], None] | None = None
         self.counting: int | None = None
+        self.asynchronous: set[int] = set()
         self._kept = array("q")  # of each its time, and what it is
         self._dropped = 0
 

@@ -108,7 +108,7 @@ class Trace:
         self._kept_before = options.observations
         self._first, self._past = first, first + count
         self._landed = 0
-        self._books = 0
+        self._books = 0, 0  # written: how many, and how many of them are asynchronous
         self._why: str | None = None  # it is to end
         self._wake = threading.Event()
         self._closing = threading.Lock()  # taken for good by who ends it
@@ -211,10 +211,20 @@ class Trace:
 
     def _write(self) -> int:
         """Write what there is; returns how many records."""
-        if self._engine.books != self._books:
-            report = self._engine.report()["books"]
-            self._books = len(report)
-            self._file.books([{"name": one["name"], "layers": [of["name"] for of in one["layers"]]} for one in report])
+        asynchronous = self._moments.asynchronous
+        books = self._engine.books, len(asynchronous)
+        if books != self._books:
+            self._books = books
+            self._file.books(
+                [
+                    {
+                        "name": one["name"],
+                        "layers": [of["name"] for of in one["layers"]],
+                        "asynchronous": number in asynchronous,
+                    }
+                    for number, one in enumerate(self._engine.report()["books"])
+                ]
+            )
         packed, lost = self._engine.observations()
         self._file.block("records", packed, lost)
         self._file.block("moments", *self._moments.take())

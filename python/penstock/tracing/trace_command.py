@@ -117,6 +117,7 @@ def render(result: dict[str, Any]) -> str:
     if result["missing"]:
         lines.append(f"no file of rank {', '.join(map(str, result['missing']))}: frames to and from there are left out")
     lines += _late(result["late"], {one["rank"]: one["name"] for one in result["ranks"]})
+    lines += [f"{book} is asynchronous: no rank waits for another, so none is late" for book in result["asynchronous"]]
     lines += [f"PyTorch's trace of rank {one['rank']}: {one['file']}" for one in result["kineto"]]
     if result["output"] is not None:
         lines.append(f"{result['output']}: {result['events']:,} events; open it at ui.perfetto.dev")

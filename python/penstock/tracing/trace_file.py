@@ -4,7 +4,7 @@ The first line says whose file it is and on which clock; each block is complete 
 before a process was killed can be read. The last line says that nothing is missing.
 
     {"penstock_trace": 1, "job": ..., "rank": 3, ...}
-    {"block": "books", "books": [{"name": ..., "layers": [...]}, ...]}
+    {"block": "books", "books": [{"name": ..., "layers": [...], "asynchronous": false}, ...]}
     {"block": "records", "nbytes": 64, "crc32": ..., "lost": 0, "clock": [...]}
     ... 64 bytes ...
     {"block": "moments", "nbytes": 16, "crc32": ..., "lost": 0}
@@ -108,7 +108,7 @@ class RankTrace:
         header: Its first line.
         records: Of slices, packed as `penstock._native.RECORD` says.
         moments: Of the program, packed as `penstock.tracing.moments.decoded` reads them.
-        books: Names of books, and of their layers.
+        books: Names of books, and of their layers; and whether no rank waits for another in them.
         clocks: The monotonic clock and the time of day, at several moments.
         lost: Records that were overwritten before they could be written.
         dropped: Moments likewise.

@@ -70,6 +70,7 @@ class AsyncUpdates(BackwardUpdates):
         self.delays: dict[str, Counter[int]] = defaultdict(Counter)
         super().__init__(distributed, optimizer, book)
         self._gradients.frozen_take_part = False
+        self._gradients.moments.asynchronous.add(self._gradients.id)
 
     # What is told to the owners
 
