@@ -210,6 +210,16 @@ def hooks():
     keep(model)
 
 
+def subclassed():
+    class Doubling(DDP):
+        def _run_ddp_forward(self, *inputs, **kwargs):
+            return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+    model = Doubling(make())
+    train(model)
+    keep(model)
+
+
 def names():
     model = DDP(make())
     optimizer = train(model)
@@ -235,6 +245,7 @@ for case in (
     own_buffers,
     buffers_made_anew,
     hooks,
+    subclassed,
     names,
 ):
     case()

@@ -1,4 +1,4 @@
-"""What has no place in Penstock: groups of some ranks, ignored parameters, hooks on communication."""
+"""What has no place in Penstock: groups of some ranks, ignored parameters, hooks on communication, bare parameters."""
 
 import sys
 from pathlib import Path
@@ -33,6 +33,15 @@ def train(name, model):
     state.update({f"{name}.{key}": value for key, value in model.state_dict().items()})
 
 
+def replicated():
+    """As torch.distributed._composable.replicate does. Tests may have imported that before it could see our class."""
+    model = make()
+    ddp = DDP(nn.ParameterList(model.parameters()))
+    model.register_forward_pre_hook(lambda _, inputs, kwargs: ddp._pre_forward(*inputs, **kwargs), with_kwargs=True)
+    model.register_forward_hook(lambda _, inputs, output: ddp._post_forward(output))
+    return model
+
+
 groups = [dist.new_group([one]) for one in range(dist.get_world_size())]
 train("alone", DDP(make(), process_group=groups[rank]))
 ignoring = make()
@@ -44,6 +53,7 @@ train("hooked", hooked)
 apart = DDP(make())
 apart.register_comm_hook(groups[rank], default_hooks.allreduce_hook)  # averages over one rank
 train("apart", apart)
+train("replicated", replicated())
 train("everyone", DDP(make(), process_group=dist.new_group()))
 torch.save(state, Path(sys.argv[1], f"{rank}.pt"))
 dist.destroy_process_group()

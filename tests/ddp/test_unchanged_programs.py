@@ -84,6 +84,7 @@ def test_more_programs_do(program, tmp_path):
             "parameters of it are to be ignored",
             "it has the communication hook powerSGD_hook",
             "it has the communication hook allreduce_hook",
+            "it is a list of parameters",
         ]
     else:
         assert not left, errors

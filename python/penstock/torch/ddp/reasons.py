@@ -69,6 +69,11 @@ def why_torchs(module: nn.Module, given: dict[str, Any]) -> str | None:
         module: The model.
         given: As for `why_other_ranks`.
     """
+    if isinstance(module, nn.ParameterList):
+        return (
+            "it is a list of parameters, as torch.distributed._composable.replicate makes of a model, and has no "
+            "forward; wrap the model itself in DistributedDataParallel"
+        )
     if given.get("mixed_precision") is not None:
         return "mixed_precision is given; torch.autocast does the same with Penstock"
     if given.get("delay_all_reduce_named_params") is not None:

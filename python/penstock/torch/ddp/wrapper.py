@@ -113,8 +113,20 @@ class DistributedDataParallel(TorchsDDP):
         if ours is None:
             return super().forward(*inputs, **kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = ours.before_forward(self, inputs, kwargs)
-            return self.module(*inputs, **kwargs)
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    # The parts of a forward, as subclasses of torch's class know and override them.
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        ours = self._ours
+        return super()._pre_forward(*inputs, **kwargs) if ours is None else ours.before_forward(self, inputs, kwargs)
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super()._run_ddp_forward(*inputs, **kwargs) if self._ours is None else self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        return super()._post_forward(output) if self._ours is None else output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of the module, which knows what is on its way."""
