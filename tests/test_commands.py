@@ -524,6 +524,9 @@ def test_what_is_long_goes_on_when_a_part_has_failed():
     assert failed.split()[:2] == ["no-such-part", "FAILED"] and good.split()[:2] == ["help", "ok"]
 
 
+OF_TORCHRUN = re.compile(r"^[EW]\d{4} \S+ \d+ torch/distributed/elastic/.*$", re.MULTILINE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "entry"), RUNS)
 def test_it_runs(command, entry, checkout, request):
@@ -545,6 +548,7 @@ def test_it_runs(command, entry, checkout, request):
     done = ran([command.replace("{host}", str(host)) for host in range(entry.hosts)], checkout)
     for status, said in done:
         assert status in entry.status, said
-        assert "Traceback" not in said, said
+        # Agents of torchrun log one themselves when the host that has their store ends before they do.
+        assert "Traceback" not in OF_TORCHRUN.sub("", said), said
     for file in WRITTEN.findall(command):
         assert (checkout / file).stat().st_size > 0, file
