@@ -361,7 +361,7 @@ def written(rank, size):
     ps.synchronize(model)
     with torch.no_grad():
         model.first.weight.fill_(0.5)
-        model.last.weight.fill_(0.5) if rank else None
+        model.last.weight.data.fill_(0.5) if rank else None
     with pytest.raises(ps.ModelMismatch, match=r"last.weight was written to on rank 1, and not on rank 0"):
         loss_of(model, rank, 1).backward()
 

@@ -217,8 +217,30 @@ def changed(model, optimizer):
     return values(model)
 
 
+def changed_through_data(model, optimizer):
+    """After a step whose updates are outstanding, or applied; by what is there no more, or kept."""
+    kept = []
+    for number, (x, _) in enumerate(zip(inputs(), range(6), strict=False)):
+        model(x).square().mean().backward()
+        float(model[2].bias.data.sum())  # a look is no change
+        optimizer.step()
+        optimizer.zero_grad()
+        if number in (1, 2):
+            model[2].weight.data.clamp_(-0.05, 0.05)
+        if number == 3:
+            model.eval()  # which applies what is outstanding
+            torch._foreach_mul_([model[0].weight.data, model[4].bias.data], 0.5)
+            model[0].bias.data = model[0].bias.data.clone()
+            kept = [param.data for param in (model[0].bias, model[4].weight)]
+        for alias in kept:
+            ps.synchronize(optimizer)
+            alias.mul_(0.9)
+    return values(model)
+
+
 def what_the_program_writes_reaches_the_owners():
     both(changed)
+    both(changed_through_data)
 
 
 def owners_that_are_workers_read_values_in_the_model():
@@ -521,6 +543,10 @@ def what_updates_in_backward_cannot_take_back_is_refused():
     with torch.no_grad():
         model[2].weight.clamp_(-0.05, 0.05)
     with pytest.raises(ConfigError, match=r"2\.weight has been written to"):
+        optimizer.step()
+    model, optimizer = begun()
+    model[4].bias.data.clamp_(-0.05, 0.05)
+    with pytest.raises(ConfigError, match=r"4\.bias has been written to"):
         optimizer.step()
     model, _ = begun()
     with pytest.raises(ConfigError, match="no step was made"):

@@ -37,6 +37,7 @@ from penstock.torch.reads.safety import (
     next_number,
     note_compiled,
     restore,
+    unwatch_data,
 )
 from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.release.one_model import ModelEnding
@@ -384,6 +385,8 @@ class Distributed:
         if self.synchronous is None:
             self.synchronous = reason
             self.gradients.synchronous = True
+            for slot in self.slots:
+                unwatch_data(slot)
             if self.watch is not None:
                 self.watch.stop()
         self.synchronize()

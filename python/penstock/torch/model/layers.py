@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.torch.model.data_aliases import DataAliases
 from penstock.torch.model.flight import Flight
 from penstock.torch.model.layout import CODES, ROOT, is_dense
 
@@ -202,18 +203,22 @@ class PendingUpdate:
 
 
 class Reads:
-    """Who reads one parameter.
+    """Who reads one parameter, and who writes it.
 
     Attributes:
         at_start: Also readers that nothing would make wait: its update is applied before the next forward begins.
         elsewhere: Also outside of its module's forward, for what has a gradient.
         held: Also who holds its memory and is not seen: its update is applied before `step` returns.
         watched: Its reads are being observed.
+        aliases: What ``.data`` gives, where it must be known what the program writes through it.
+        idle: The class that the parameter has while nothing of it is outstanding.
     """
 
-    __slots__ = ("at_start", "elsewhere", "held", "watched")
+    __slots__ = ("aliases", "at_start", "elsewhere", "held", "idle", "watched")
 
     def __init__(self) -> None:
+        self.aliases: DataAliases | None = None
+        self.idle: type[nn.Parameter] = nn.Parameter
         self.at_start = False
         self.elsewhere = False
         self.held = False

@@ -12,6 +12,10 @@ innermost module that was running waits before its forward; what is read outside
 start* of the next forward. Aliases that no forward has read are found by the number of those that hold a parameter's
 memory at the end of the first step: such a parameter is updated before ``step`` returns. Aliases that are made later
 and read outside of forward passes are not found: call ``penstock.synchronize`` before reading through them.
+
+Where owners have the values, they must hear of what the program writes, too. A parameter's version counter tells of it,
+also through what ``detach()`` gives; but torch gives each ``.data`` a counter of its own. So there an idle parameter is
+a `WatchedParameter`, whose ``.data`` are all of one counter (`DataAliases`). To torch's operations it is a plain one.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from penstock.torch.model.data_aliases import DATA_GETTER, DATA_SETTER, DataAliases, data_of
 from penstock.torch.model.enrolment import check_forward
 from penstock.torch.model.layers import DistributedModel, Layer, Slot
 from penstock.torch.model.pre_hooks import register_first
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = [
+    "PARAMETER_TYPES",
     "DeferredParameter",
     "Watch",
     "claim",
@@ -51,6 +57,8 @@ __all__ = [
     "restore",
     "slot_of",
     "unclaim",
+    "unwatch_data",
+    "watch_data",
 ]
 
 ANY_MODEL = -1  # where dynamo cannot tell which model a parameter belongs to
@@ -86,12 +94,16 @@ _METADATA = frozenset(
 )
 
 
-class DeferredParameter(nn.Parameter):
-    """What a parameter is while its gradient or its update is outstanding. Never made, only put on and taken off."""
+class _PutOn(nn.Parameter):
+    """What a parameter is for a time. Never made, only put on and taken off."""
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         """A plain parameter: code that copies by ``type(p)(data)``, such as deepcopy, gets what it means."""
         return nn.Parameter(requires_grad=requires_grad) if data is None else nn.Parameter(data, requires_grad)
+
+
+class DeferredParameter(_PutOn):
+    """What a parameter is while its gradient or its update is outstanding."""
 
     @classmethod
     def __torch_function__(
@@ -116,10 +128,50 @@ class DeferredParameter(nn.Parameter):
             reads_grad = func in _GRAD_GETTERS
             used = [_settle(param, reads_grad=reads_grad) for param in _deferred_in((args, kwargs))]
             watched = [] if reads_grad else [slot for slot in used if slot is not None and slot.reads.watched]
+            if func == DATA_GETTER:
+                func = _data_for_program
             if watched:
                 return _observed_call(watched, func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class WatchedParameter(_PutOn):
+    """What an idle parameter is where it must be known what the program writes into it."""
+
+    @property
+    def data(self) -> Tensor:
+        """As `torch.Tensor.data`."""
+        return _data_for_program(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        DATA_SETTER(self, value)
+
+
+PARAMETER_TYPES = (nn.Parameter, DeferredParameter, WatchedParameter)
+"""What a parameter may be that is a plain one to the program."""
+
+
+def _data_for_program(param: Tensor) -> Tensor:
+    slot = slot_of(param)
+    return data_of(param) if slot is None or slot.reads.aliases is None else slot.reads.aliases.make()
+
+
+def watch_data(slot: Slot) -> None:
+    """From now on what the program writes through ``.data`` of this parameter is counted."""
+    if slot.swappable:
+        slot.reads.aliases = DataAliases(slot.param)
+        slot.reads.idle = WatchedParameter
+        if not slot.is_busy:
+            restore(slot)
+
+
+def unwatch_data(slot: Slot) -> None:
+    """No more is counted: it is a plain parameter whenever it is idle."""
+    slot.reads.idle = nn.Parameter
+    if not slot.is_busy:
+        restore(slot)
 
 
 def _deferred_in(value: Any) -> Iterable[DeferredParameter]:
@@ -226,7 +278,7 @@ def defer(slot: Slot) -> None:
 def restore(slot: Slot) -> None:
     """Nothing is outstanding any more, unless rows are held that ``.grad`` does not show."""
     if slot.swappable and (slot.gather is None or not slot.gather.holds(slot)):
-        slot.param.__class__ = nn.Parameter
+        slot.param.__class__ = slot.reads.idle
 
 
 # Compiled code
@@ -425,7 +477,7 @@ class Watch(TorchDispatchMode):
         """Find parameters among the operands by their memory."""
         if self._active:
             for tensor in _tensors_in((args, kwargs)):
-                if type(tensor) in (Tensor, nn.Parameter, DeferredParameter) and tensor.layout is torch.strided:
+                if type(tensor) in (Tensor, *PARAMETER_TYPES) and tensor.layout is torch.strided:
                     for slot in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
                         if self._open[slot] <= 0:
                             self._note_hidden_read(slot, self._running, len(self._course) - 1)
@@ -471,7 +523,7 @@ class Watch(TorchDispatchMode):
 
     def _held(self) -> list[Slot]:
         candidates = (slot for slot in self._slots if slot.elems and not slot.immediate and slot not in self._hidden)
-        return [slot for slot in candidates if _holders(slot.param) > 1]
+        return [slot for slot in candidates if _holders(slot) > 1]
 
     def decide(self) -> list[int]:
         """Mark what nobody was seen to read as due at the start, and return each layer's place in the forward pass."""
@@ -496,10 +548,14 @@ def _tensors_in(value: Any) -> Iterable[Tensor]:
         yield from _tensors_in(list(value.values()))
 
 
-def _holders(param: Tensor) -> int:
+def _holders(slot: Slot) -> int:
     """How many tensors have this memory: views, what ``.data`` gives, what a graph keeps, also behind NumPy arrays."""
-    storage = param.untyped_storage()
-    return int(_users(storage._cdata)) - 1 if _users is not None else 1  # the object that stands for the storage is one
+    storage = slot.param.untyped_storage()
+    if _users is None:
+        return 1
+    aliases = slot.reads.aliases
+    kept = aliases is not None and aliases.kept is not None
+    return int(_users(storage._cdata)) - (2 if kept else 1)  # the object that stands for the storage is one
 
 
 def _is_leaf(node: Any) -> bool:

@@ -29,7 +29,7 @@ from penstock.errors import ConfigError
 from penstock.lossy import DGC, LossyScheme, OneBit, parse
 from penstock.plan import rows_scheme
 from penstock.torch.model.layout import CODES
-from penstock.torch.reads.safety import DeferredParameter
+from penstock.torch.reads.safety import PARAMETER_TYPES
 
 __all__ = [
     "Schemes",
@@ -107,7 +107,7 @@ def _why_parameters(module: nn.Module) -> str | None:
             return f"its {name} is frozen"
         if param.dtype not in _FLOATING:
             return f"its {name} has type {param.dtype}"
-        if type(param) not in (nn.Parameter, DeferredParameter):
+        if type(param) not in PARAMETER_TYPES:
             return f"its {name} is a {type(param).__name__}"
         if not param.is_contiguous() or param.numel() == 0:
             return f"its {name} is empty or not contiguous"

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.kept_book import KeptBook
 from penstock.optimizers import Described
+from penstock.torch.model.data_aliases import data_of
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.model.layout import ROOT
 from penstock.torch.updates.in_backward import BackwardUpdates
@@ -200,7 +201,7 @@ class AsyncUpdates(BackwardUpdates):
         gradients.take(slots)
         with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
             for slot, memory in zip(slots, memories, strict=True):
-                slot.param.data.copy_(memory)
+                data_of(slot.param).copy_(memory)
                 self._note_seen(slot)
         gradients.lent.collect()
 

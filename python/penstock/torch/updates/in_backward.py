@@ -72,7 +72,7 @@ class BackwardUpdates(OwnerUpdates):
             if changed:
                 raise self._too_late(f"{', '.join(changed)} of parameter group {number} has been changed")
         for slot in self._gradients.slots:
-            if (slot.param.data_ptr(), slot.param._version) != self._given[slot.index]:
+            if self._is_written(slot):
                 raise self._too_late(f"{slot.name} has been written to")
 
     def _too_late(self, what: str) -> ConfigError:

@@ -22,8 +22,9 @@ from penstock.errors import ConfigError
 from penstock.kept_book import KeptBook
 from penstock.optimizers import Described
 from penstock.plan import STORE
+from penstock.torch.model.data_aliases import data_of
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.reads.safety import restore
+from penstock.torch.reads.safety import restore, unwatch_data, watch_data
 from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.schemes.gather import changed_in_flight
 from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment_versions
@@ -119,13 +120,16 @@ class OwnerUpdates(PatchedOptimizer):
         self._backward_used = 0  # the last whose word was said
         self._factor = 1.0  # for the gradients of this backward
         self._squares: float | None = None  # of them, if they were asked for
-        self._given: dict[int, tuple[int, int]] = {}  # by number of the slot, address and version that the owners know
+        self._given: dict[int, tuple[int, int, int]] = {}  # by number of the slot, its `_state_of` that the owners know
         self._lent: set[int] = set()  # of these, the values that they read where they are
         self._trained: list[Slot] = []  # that the optimizer has
         self._group_of: list[int] = []  # by number of the slot
         self.agree: Agree = _as_it_is
         self._check_groups()
         self._gradients.drop = self.drop
+        if distributed.synchronous is None:  # to Dynamo a parameter of another class is no plain one
+            for slot in self._gradients.slots:
+                watch_data(slot)
         self._give_all(values=True)
         self._patch()
         # A fused kernel would do by itself what a loss scaler asks for; owners are asked by penstock.GradScaler.
@@ -277,16 +281,18 @@ class OwnerUpdates(PatchedOptimizer):
     def _follow_changes(self) -> None:
         """What the program has written into parameters (load_state_dict) goes to owners that do not read it there."""
         for slot in self._gradients.slots:
-            now = slot.param.data_ptr(), slot.param._version
-            if self._distributed.uneven and now != self._given[slot.index]:
+            if self._distributed.uneven and self._is_written(slot):
                 raise self._error("was written to within ps.join, where owners may have no batch left", slot)
             if self._is_changed(slot):
                 self._give_value(slot)
 
     def _is_changed(self, slot: Slot) -> bool:
-        address, version = self._given[slot.index]
-        moved = slot.param.data_ptr() != address
-        return moved or (slot.param._version != version and slot.index not in self._lent)
+        moved = slot.param.data_ptr() != self._given[slot.index][0]
+        return moved or (slot.index not in self._lent and self._is_written(slot))
+
+    def _is_written(self, slot: Slot) -> bool:
+        """Whether the program has written to it since the owners knew its value."""
+        return _state_of(slot) != self._given[slot.index]
 
     @tells_what_is_whole
     def drop(self, *, adding: bool) -> None:
@@ -397,7 +403,7 @@ class OwnerUpdates(PatchedOptimizer):
                 raise self._error("was not updated: other ranks have left this step out", slot, before=1)
             if was_updated:
                 assert flight.memory is not None  # it has landed there
-                targets.append(param.data)
+                targets.append(data_of(param))
                 values.append(flight.memory.view(param.shape) if slot.staged else flight.memory)
             flight.land()
             if flight.absent:
@@ -473,7 +479,7 @@ class OwnerUpdates(PatchedOptimizer):
         self._note_given(slot)
 
     def _note_given(self, slot: Slot) -> None:
-        self._given[slot.index] = slot.param.data_ptr(), slot.param._version
+        self._given[slot.index] = _state_of(slot)
 
     @torch.no_grad()
     def _give_all(self, *, values: bool) -> None:
@@ -574,6 +580,14 @@ class OwnerUpdates(PatchedOptimizer):
     def release(self) -> None:
         """Give the optimizer back as it was, without a state: the owners are gone, and what they kept."""
         self._gradients.drop = None
+        for slot in self._gradients.slots:
+            unwatch_data(slot)
         if self._scales_by_itself is not None:
             self.optimizer._step_supports_amp_scaling = self._scales_by_itself  # type: ignore[attr-defined]
         super().release()
+
+
+def _state_of(slot: Slot) -> tuple[int, int, int]:
+    """What changes when the program writes to a parameter: where it is, and how often it was written to, by what."""
+    param, aliases = slot.param, slot.reads.aliases
+    return param.data_ptr(), param._version, 0 if aliases is None else aliases.writes
