@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -241,6 +242,20 @@ def changed_through_data(model, optimizer):
 def what_the_program_writes_reaches_the_owners():
     both(changed)
     both(changed_through_data)
+
+
+def what_else_holds_a_parameter_has_the_update_after_step():
+    for update in ("servers", "servers-in-backward"):
+        model, optimizer = started(update)
+        held = model[2].weight.detach()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="penstock: something else holds the memory of 2.weight")
+            steps(model, optimizer, 1)
+        for x, _ in zip(inputs(1), range(2), strict=False):
+            model(x).square().mean().backward()
+            optimizer.step()
+            found = held.clone()
+            assert torch.equal(found, model[2].weight)
 
 
 def owners_that_are_workers_read_values_in_the_model():
@@ -580,6 +595,7 @@ def what_updates_in_backward_cannot_take_back_is_refused():
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
+        what_else_holds_a_parameter_has_the_update_after_step,  # first: it collects what others leave unfinished
         a_run_changes_between_workers_and_servers,
         a_pickled_optimizer_has_its_state,
         gradients_are_clipped_by_their_global_norm,

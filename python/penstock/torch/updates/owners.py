@@ -167,7 +167,13 @@ class OwnerUpdates(PatchedOptimizer):
         with self._as_step():
             self._make_step()
         nobody_would_wait = not self._distributed.observed or self._distributed.synchronous is not None
-        self.finish([layer for layer in self._waiting if nobody_would_wait or any(s.immediate for s in layer.slots)])
+        self.finish(
+            [
+                layer
+                for layer in self._waiting
+                if nobody_would_wait or any(slot.immediate or slot.reads.held for slot in layer.slots)
+            ]
+        )
         self._distributed.after_step()
         return None
 
