@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.errors import ConfigError
 from penstock.torch.access import distributed_for
 
 STEPS = 4
+LONGER_THAN_A_READ_S = 0.3  # of what does not wait
 
 
 def network(dtype=torch.float64):
@@ -256,6 +258,28 @@ def what_else_holds_a_parameter_has_the_update_after_step():
             optimizer.step()
             found = held.clone()
             assert torch.equal(found, model[2].weight)
+
+
+def what_another_thread_reads_is_in_place():
+    for update in ("servers", "servers-in-backward"):
+        model, optimizer = started(update)
+        steps(model, optimizer, 1)
+        (updates,) = distributed_for(model).updates
+        put, seen = updates._put, []
+        reader = threading.Thread(target=lambda model=model, seen=seen: seen.append(model[0].weight.detach().clone()))
+
+        def put_late(slots, updated, put=put, reader=reader):
+            reader.start()
+            reader.join(LONGER_THAN_A_READ_S)
+            put(slots, updated)
+
+        model(next(inputs())).square().mean().backward()
+        optimizer.step()
+        updates._put = put_late
+        model[0].weight.detach()
+        updates._put = put
+        reader.join()
+        assert torch.equal(seen[0], model[0].weight)
 
 
 def owners_that_are_workers_read_values_in_the_model():
@@ -605,6 +629,7 @@ SCENARIOS = {
         what_has_no_gradient_is_not_updated,
         rounded_answers,
         what_the_program_writes_reaches_the_owners,
+        what_another_thread_reads_is_in_place,
         owners_that_are_workers_read_values_in_the_model,
         gradients_that_are_not_finite_are_applied,
         groups_and_rates_may_change,

@@ -6,6 +6,7 @@ flight with NaN and delivers as late as it may (`thread_engine`), so a read that
 
 import ctypes
 import gc
+import threading
 import time
 import weakref
 
@@ -335,6 +336,60 @@ def test_parameters_that_share_memory_are_never_left_outstanding():
         return values(model)
 
     assert same_everywhere(run(main, 2))
+
+
+# Another thread reads
+
+
+class InHalves(torch.optim.Optimizer):
+    """Updates one half of a parameter after the other, and by the norm of all of it: not in pieces, nor joined."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.between = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    change, half = param.grad / (1 + param.grad.norm()), len(param) // 2
+                    param[:half] -= change[:half]
+                    if self.between is not None:
+                        self.between()
+                    param[half:] -= change[half:]
+
+
+READS = {
+    "itself": lambda model, x: model[0].weight.detach(),
+    "state": lambda model, x: model.state_dict()["0.weight"],
+    "forward": lambda model, x: model[0](x),
+}
+LONGER_THAN_A_READ_S = 0.3  # of what does not wait
+
+
+@pytest.mark.fake_only
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_another_thread_reads_a_parameter_when_its_update_is_whole(read):
+    def main(rank, engine):
+        model = make_mlp()
+        model, optimizer = distribute(model, InHalves(model.parameters()))
+        for step in range(2):
+            one_step(model, optimizer, rank, step)
+        x, seen = examples(rank, 2)[0], []
+        reader = threading.Thread(target=lambda: seen.append(read(model, x).clone()))
+
+        def begin_to_read():
+            optimizer.between = None
+            reader.start()
+            reader.join(LONGER_THAN_A_READ_S)
+
+        optimizer.between = begin_to_read
+        model.eval()
+        reader.join()
+        assert torch.equal(seen[0], read(model, x))
+
+    run(main, 2)
 
 
 # Schedulers and changed hyperparameters

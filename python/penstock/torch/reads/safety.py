@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -136,6 +137,10 @@ class DeferredParameter(_PutOn):
             return func(*args, **(kwargs or {}))
 
 
+# Torch's optimizers, which update them, take many in one call, where a device gains by it, only of classes listed here.
+getattr(torch_optimizer, "_foreach_supported_types", []).append(DeferredParameter)
+
+
 class WatchedParameter(_PutOn):
     """What an idle parameter is where it must be known what the program writes into it."""
 
@@ -190,8 +195,8 @@ def _settle(param: nn.Parameter, *, reads_grad: bool) -> Slot | None:
     if slot is None or distributed is None:
         param.__class__ = nn.Parameter  # its model is gone
         return None
-    if slot.pending.by is not None:
-        slot.pending.by.finish([slot.layer])
+    if (update := slot.pending.by) is not None:  # another thread may end it meanwhile
+        update.finish([slot.layer])
     elif reads_grad and slot.flight.flying:
         distributed.finish_gradient(slot)
     if reads_grad and slot.gather is not None and slot.gather.holds(slot):

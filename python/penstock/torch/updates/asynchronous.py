@@ -153,15 +153,16 @@ class AsyncUpdates(BackwardUpdates):
             PeerLost: A rank was lost.
             Timeout: They did not come in time.
         """
-        layers = [layer for layer in dict.fromkeys(needed) if layer in self._waiting]
-        contributed = {layer: [slot for slot in self._waiting[layer] if not slot.flight.absent] for layer in layers}
-        asked = [slot for layer in layers for slot in self._waiting[layer] if slot.flight.absent]
-        super().finish(layers)
-        for layer, slots in contributed.items():
-            if slots:
-                self.delays[layer.name][max(self._others_since(slot) for slot in slots)] += 1
-        for slot in asked:
-            self._note_seen(slot)
+        with self._turn:
+            layers = [layer for layer in dict.fromkeys(needed) if layer in self._waiting]
+            contributed = {layer: [slot for slot in self._waiting[layer] if not slot.flight.absent] for layer in layers}
+            asked = [slot for layer in layers for slot in self._waiting[layer] if slot.flight.absent]
+            super().finish(layers)
+            for layer, slots in contributed.items():
+                if slots:
+                    self.delays[layer.name][max(self._others_since(slot) for slot in slots)] += 1
+            for slot in asked:
+                self._note_seen(slot)
 
     def _others_since(self, slot: Slot) -> int:
         before, now = self._seen[slot.index], self._note_seen(slot)

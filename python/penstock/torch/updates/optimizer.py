@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Container, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -57,6 +58,7 @@ class Updates(PatchedOptimizer):
         self.log = StepLog(distributed.engine) if distributed.whole_steps else None
         self._taken: list[Layer] = []  # of the last step
         self._waiting: dict[Layer, list[Slot]] = {}
+        self._applying: frozenset[Layer] = frozenset()  # not waiting any more, and not whole yet
         self._units: dict[Layer, list[Layer]] = {}  # of `_taken`
         self._groups: list[dict[str, Any]] = []  # hyperparameters at the time of step
         self._state: Any = None  # the optimizer's own, likewise
@@ -87,10 +89,10 @@ class Updates(PatchedOptimizer):
 
     def is_outstanding(self, layers: Iterable[Layer]) -> bool:
         """Whether an update of one of these is."""
-        waiting = self._waiting
-        if waiting:
+        waiting, applying = self._waiting, self._applying
+        if waiting or applying:
             for layer in layers:
-                if layer in waiting:
+                if layer in waiting or layer in applying:
                     return True
         return False
 
@@ -294,13 +296,28 @@ class Updates(PatchedOptimizer):
     def _apply_layers(self, layers: Collection[Layer]) -> None:
         if self.log is not None and len(layers) == len(self._waiting):
             self.log.end()
+        if not layers:
+            return
+        before, self._applying = self._applying, self._applying.union(layers)
         slots = [slot for layer in layers for slot in self._waiting.pop(layer)]
-        if slots:
-            self._apply(slots)
+        # Other threads that read them wait for the turn, and find them whole; to this one they are plain meanwhile.
+        hidden: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+        if not all(slot.swappable for slot in slots):
+            hidden = nullcontext()  # the program's own classes may have functions that their update needs
+            for slot in slots:
+                restore(slot)
+        try:
+            with hidden:
+                self._apply(slots)
+        finally:
+            for slot in slots:
+                slot.pending.end()
+                restore(slot)
+            self._applying = before
 
     def finish_all(self) -> None:
         """Apply everything."""
-        if self._waiting:
+        if self._waiting or self._applying:
             self.finish(list(self._waiting))
 
     def _arrived(self, wanted: Container[Layer], *, everywhere: bool = False) -> dict[Layer, None]:
@@ -339,9 +356,6 @@ class Updates(PatchedOptimizer):
         """One call of the optimizer for these parameters, whose averages are in memory."""
         gradients = self._gradients
         due: list[tuple[int, int, Slot, Tensor, Tensor | None]] = []  # by group and index in it
-        for slot in slots:
-            slot.pending.end()
-            restore(slot)
         for slot in slots:
             flight, pending = slot.flight, slot.pending
             grad = gradients.land(slot) if flight.flying else self._unchanged(slot)

@@ -26,6 +26,7 @@ from penstock.torch.model.data_aliases import data_of
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import restore, unwatch_data, watch_data
 from penstock.torch.release.failure import tells_what_is_whole
+from penstock.torch.runtime.background import Turn
 from penstock.torch.schemes.gather import changed_in_flight
 from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment_versions
 from penstock.torch.updates.separable import as_if_in_step
@@ -115,6 +116,7 @@ class OwnerUpdates(PatchedOptimizer):
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
         super().__init__(distributed, optimizer)
         self._book = book
+        self._turn = Turn()  # of the program's threads, to put parameters in place
         self._waiting: dict[Layer, list[Slot]] = {}
         self._taken: list[Layer] = []
         self._backward_used = 0  # the last whose word was said
@@ -380,17 +382,25 @@ class OwnerUpdates(PatchedOptimizer):
             PeerLost: A rank was lost.
             Timeout: They did not come in time.
         """
-        layers = [layer for layer in dict.fromkeys(needed) if layer in self._waiting]
-        slots = [slot for layer in layers for slot in self._waiting[layer]]
-        if not slots:
-            return
+        with self._turn:
+            layers = [layer for layer in dict.fromkeys(needed) if layer in self._waiting]
+            if layers:
+                self._finish(layers)
+
+    def _finish(self, layers: Sequence[Layer]) -> None:
         gradients = self._gradients
+        slots = [slot for layer in layers for slot in self._waiting[layer]]
         gradients.wait(slots)
-        for layer in layers:
-            del self._waiting[layer]
         updated = gradients.take(slots)
-        with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
-            self._put(slots, updated)
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
+                self._put(slots, updated)
+        finally:  # not before: other threads that read them wait for the turn, and find them whole
+            for layer in layers:
+                del self._waiting[layer]
+            for slot in slots:
+                slot.pending.end()
+                restore(slot)
         gradients.applied(slots)
         if not self._waiting:
             gradients.lent.values.pop(gradients.id, None)
@@ -401,8 +411,6 @@ class OwnerUpdates(PatchedOptimizer):
         values: list[Tensor] = []
         for slot, was_updated in zip(slots, updated, strict=True):
             flight, param = slot.flight, slot.param
-            slot.pending.end()
-            restore(slot)
             if not flight.absent and flight.grad is not None and flight.grad._version != flight.version:
                 raise changed_in_flight(slot, self._gradients.step - 1)
             if not flight.absent and not was_updated:
@@ -577,11 +585,12 @@ class OwnerUpdates(PatchedOptimizer):
         Returns:
             If the last step is not whole, the layers that have its update.
         """
-        waiting, self._waiting = self._waiting, {}
-        for slots in waiting.values():
-            for slot in slots:
-                slot.pending.end()
-        return [layer.name for layer in self._taken if layer not in waiting] if waiting else None
+        with self._turn:
+            waiting, self._waiting = self._waiting, {}
+            for slots in waiting.values():
+                for slot in slots:
+                    slot.pending.end()
+            return [layer.name for layer in self._taken if layer not in waiting] if waiting else None
 
     def release(self) -> None:
         """Give the optimizer back as it was, without a state: the owners are gone, and what they kept."""
