@@ -1,6 +1,7 @@
 """Layer by layer or at once: the bits are the same, and what cannot be split is found out."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import ranks
@@ -9,7 +10,7 @@ from ranks import distance, examples, reference, run, same_everywhere, seeded, t
 from torch import nn
 from torch.nn import functional as F
 
-from penstock import distribute
+from penstock import distribute, job
 from penstock.torch.updates.optimizer import LAYERS_PER_LOOK, separable
 
 OPTIMIZERS = {
@@ -135,6 +136,41 @@ def test_inference_mode_around_a_forward_does_not_reach_a_deferred_update():
     results = train(**settings)
     assert same_everywhere(results)
     assert distance(results[0], reference(**settings)) < 1e-12
+
+
+@pytest.mark.parametrize("how", ["averages made here", "gradients read", "gradients kept", "whole steps"])
+def test_what_comes_in_in_inference_mode_is_used_outside_of_it(how):
+    """Its tensors cannot be: they have no versions, and must not be written."""
+
+    def trained(model, optimizer, ranks_of):
+        for step in range(5):
+            (sum(loss_of(model, rank, step) for rank in ranks_of) / len(ranks_of)).backward()
+            if how == "gradients read":
+                with torch.inference_mode():
+                    assert all(float(param.grad.norm()) > 0 for param in model.parameters())
+            optimizer.step()
+            if step in (1, 2):
+                with torch.inference_mode():
+                    model(examples(0, step)[0])
+            optimizer.zero_grad(set_to_none=how != "gradients kept")
+        return values(model)
+
+    def optimizer_of(model):
+        if how == "whole steps":
+            return Preconditioned(model.parameters())  # each parameter as a whole
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def main(rank, engine):
+        running = job.current()
+        running.options = replace(running.options, whole_steps=how == "whole steps")
+        model = make()
+        scheme = "factors" if how in ("averages made here", "gradients read") else "store"
+        return trained(*distribute(model, optimizer_of(model), schemes={"*": scheme}), [rank])
+
+    results = run(main, 2)
+    assert same_everywhere(results)
+    model = make()
+    assert distance(results[0], trained(model, optimizer_of(model), [0, 1])) < 1e-12
 
 
 def test_an_optimizer_that_writes_gradients_does_not_write_what_is_being_sent():

@@ -42,6 +42,7 @@ from penstock.torch.schemes.device_gathers import DeviceGathers
 from penstock.torch.schemes.gather import Gather, changed_in_flight
 from penstock.torch.schemes.making import make_lossy, make_rows
 from penstock.torch.schemes.rebuild import Rebuilds
+from penstock.torch.updates.separable import as_if_in_step
 from penstock.tracing.moments import BACKWARD_ENDS, GRADIENT, NO_LAYER, WAIT_BEGINS, coded, moments_of
 from penstock.warning import warn
 
@@ -133,6 +134,7 @@ class Gradients:
         self.lent = lent_to(engine)
         self.moments = moments_of(engine)
         self.device = device
+        self.device_type = "cpu" if device is None else device.type
         self.device_gathers: DeviceGathers | None = None
         self.landing: Landing
         if device is None:
@@ -478,8 +480,11 @@ class Gradients:
     def finish(self, slots: Iterable[Slot]) -> None:
         """Wait until these gradients are final, and give them to the caller to do with as it likes."""
         flying = [slot for slot in slots if slot.flight.flying]
-        if not flying:
-            return
+        if flying:
+            with as_if_in_step(self.device_type):
+                self._finish(flying)
+
+    def _finish(self, flying: Sequence[Slot]) -> None:
         self.landing.flush(self.step)
         with self._waiting(flying):
             self.serve()

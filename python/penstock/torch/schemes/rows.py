@@ -28,6 +28,7 @@ from penstock.torch.schemes.contributions import OWN, Contribution, Contribution
 from penstock.torch.schemes.device_gathers import MadeIn
 from penstock.torch.schemes.gather import Gather, Submitter
 from penstock.torch.schemes.survey import foreign_hooks
+from penstock.torch.updates.separable import as_if_in_step
 
 __all__ = ["LayerCall", "Rows", "capturing"]
 
@@ -205,7 +206,7 @@ class Rows(Gather):
         for slot in self.slots:
             if slot.is_busy:
                 self.submitter.clear_for_accumulation(slot)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with as_if_in_step(self.device.type), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for call in calls:
                 for place, product in enumerate(self.products(call.given, call.upstream)):
                     param = self.slots[place].param

@@ -67,10 +67,8 @@ class Updates(PatchedOptimizer):
         self._warned = False
         self._separable = separable(optimizer)
         self._class_step = unhooked_step(type(optimizer)) if self._separable is None else None
-        device = distributed.gradients.device
-        self._device_type = "cpu" if device is None else device.type
         # On an accelerator a call of the optimizer takes as long for many small parameters, and averages come whole.
-        in_parts = self._separable is None and device is None
+        in_parts = self._separable is None and self._gradients.device is None
         can_join = in_parts and joined.joinable(optimizer)
         self._joined = joined.Joined(optimizer) if can_join else None
         self._small = {slot for slot in distributed.gradients.slots if not slot.immediate and joined.fits(slot.param)}
@@ -147,7 +145,7 @@ class Updates(PatchedOptimizer):
         if not self._distributed.observed:
             return ""  # the first step: who reads what is decided now
         # What surrounds this call would not surround a later one.
-        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(self._device_type)
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(self._gradients.device_type)
         return "" if autocast or torch.is_inference_mode_enabled() else None
 
     def _step_whole(self, reason: str | None, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +249,7 @@ class Updates(PatchedOptimizer):
             PeerLost: A rank was lost; the update stays outstanding.
             Timeout: The averages did not come in time.
         """
-        with self._partial.turn:
+        with self._partial.turn, as_if_in_step(self._gradients.device_type):
             self._partial.raise_failure()
             self._finish(dict.fromkeys(layer for layer in needed if layer in self._waiting))
 
@@ -394,23 +392,22 @@ class Updates(PatchedOptimizer):
         """Update these parameters, by number of their group, with what is in ``.grad``."""
         if self.log is not None:
             self.log.keep([param for params in (*together.values(), *apart.values()) for param in params])
+        for number, params in together.items():
+            assert self._joined is not None  # or there are none
+            left = self._joined.apply(params, self._state, self._groups[number])
+            if left:
+                apart.setdefault(number, []).extend(left)
+        if not apart:
+            return
         optimizer = self.optimizer
-        with as_if_in_step(self._device_type):
-            for number, params in together.items():
-                assert self._joined is not None  # or there are none
-                left = self._joined.apply(params, self._state, self._groups[number])
-                if left:
-                    apart.setdefault(number, []).extend(left)
-            if not apart:
-                return
-            all_groups, seen = optimizer.param_groups, optimizer.state
-            optimizer.param_groups = [{**self._groups[number], "params": apart[number]} for number in sorted(apart)]
-            optimizer.state = self._state
-            try:
-                assert self._class_step is not None  # it is separable
-                self._class_step(optimizer)
-            finally:
-                optimizer.param_groups, optimizer.state = all_groups, seen
+        all_groups, seen = optimizer.param_groups, optimizer.state
+        optimizer.param_groups = [{**self._groups[number], "params": apart[number]} for number in sorted(apart)]
+        optimizer.state = self._state
+        try:
+            assert self._class_step is not None  # it is separable
+            self._class_step(optimizer)
+        finally:
+            optimizer.param_groups, optimizer.state = all_groups, seen
 
     def _give_back(self, due: Iterable[tuple[Slot, Tensor | None]]) -> None:
         """Leave ``.grad`` as the caller has it by now: what he has put there, if the average is not his any more."""

@@ -382,7 +382,7 @@ class OwnerUpdates(PatchedOptimizer):
             PeerLost: A rank was lost.
             Timeout: They did not come in time.
         """
-        with self._turn:
+        with self._turn, as_if_in_step(self._gradients.device_type):
             layers = [layer for layer in dict.fromkeys(needed) if layer in self._waiting]
             if layers:
                 self._finish(layers)
@@ -393,7 +393,7 @@ class OwnerUpdates(PatchedOptimizer):
         gradients.wait(slots)
         updated = gradients.take(slots)
         try:
-            with torch._C.DisableTorchFunctionSubclass(), as_if_in_step(), torch.no_grad():
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._put(slots, updated)
         finally:  # not before: other threads that read them wait for the turn, and find them whole
             for layer in layers:

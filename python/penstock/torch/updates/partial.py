@@ -22,7 +22,6 @@ from penstock.torch.model.layers import Layer, LayerGather, Slot
 from penstock.torch.model.layout import same_order
 from penstock.torch.runtime import background
 from penstock.torch.updates.pieces import PIECE_ELEMS, Cut, Pieces, elementwise
-from penstock.torch.updates.separable import as_if_in_step
 from penstock.torch.updates.whole import StepLog
 from penstock.tracing.moments import BACKGROUND_BEGINS, PIECES_BEGIN, WAIT_BEGINS
 
@@ -141,7 +140,7 @@ class PartialUpdates:
     def _apply_rest(self, due: Sequence[tuple[Slot, Tensor]]) -> None:
         left = [(self._open[slot], _lying_like(slot, grad)) for slot, grad in due if not self._open[slot].is_done]
         state = self._state
-        with torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
+        with torch._C.DisableTorchFunctionSubclass():
             if left:
                 self._advance(left, [len(cut.bounds) - cut.done for cut, _ in left])
             for slot, _ in due:
@@ -238,7 +237,7 @@ class PartialUpdates:
         if ready:
             gradients = self._gradients
             noted = gradients.moments.during(moment, gradients.id, self._coming[0].layer.index)
-            with noted, torch._C.DisableTorchFunctionSubclass(), as_if_in_step():
+            with noted, torch._C.DisableTorchFunctionSubclass():
                 self._advance([(cut, grad) for cut, grad, _ in ready], [number for *_, number in ready])
             self._coming = [slot for slot in self._coming if not self._open[slot].is_done]
         return bool(ready)

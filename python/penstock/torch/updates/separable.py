@@ -258,7 +258,7 @@ def unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def as_if_in_step(device_type: str = "cpu") -> AbstractContextManager[Any]:
-    """For an update that runs within the user's forward, whose modes are not meant for it."""
+    """For updates and averages that are due while the program does something else, whose modes are not for them."""
     inference = torch.is_inference_mode_enabled()
     autocast = [one for one in dict.fromkeys(("cpu", device_type)) if torch.is_autocast_enabled(one)]
     if not inference and not autocast:
