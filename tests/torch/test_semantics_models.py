@@ -23,7 +23,7 @@ from scenarios import (
 from torch import nn
 from torch.nn import functional as F
 
-from penstock import distribute
+from penstock import distribute, synchronize
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.torch.model.layers import describe
 
@@ -48,6 +48,27 @@ def test_buffers(broadcast):
     assert torch.equal(start, other_start)
     assert count == other_count == 3
     assert torch.equal(end, other_end) == broadcast
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_buffers_of_a_model_without_an_optimizer(synchronizes):
+    def main(rank, engine):
+        model = seeded(Normed())
+        distribute(model, broadcast_buffers=True)
+        seen = []
+        model.norm.register_forward_pre_hook(lambda norm, _: seen.append(norm.running_mean.clone()))
+        for step in range(3):
+            mse(model, rank, step).backward()
+            if synchronizes:
+                synchronize(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+            model.zero_grad()
+        model.eval()
+        return [*seen, model.norm.running_mean.clone()]
+
+    assert same_everywhere(run(main, 2))
 
 
 def test_rank_0_s_parameters_are_everybody_s():

@@ -89,7 +89,8 @@ def distribute(
     Args:
         model: The model; a wrapper made by `torch.compile` is fine.
         optimizer: Its optimizer, a sequence of several, or none: then gradients are averaged and the update is yours.
-        broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too. Default: as in `Options`.
+        broadcast_buffers: Copy rank 0's buffers (batch norm) to all after every step, too; without an optimizer after
+            every backward whose gradients are synchronised. Default: as in `Options`.
         schemes: What layers send. ``None``, the default: every layer its gradients, to the store and back, the same
             bits in every run. ``"auto"``: the coordinator chooses for each layer the exact scheme that
             takes the fewest seconds, or numbers, by the policy of `Options`, from rows, line rate, latency and products

@@ -178,8 +178,9 @@ class Distributed:
         )
         if asynchronous:
             self.schemes.choice.rest()
-        if not self.updates:
+        if not self.updates:  # each backward is a step
             self.gradients.begin_step = self.drift.before_step
+            self.gradients.end_step = self._copy_buffers
         self.uneven = False  # ranks that have no batch left go along
         self._step_is_new = False  # no forward since the last step
         self._at_start: list[Layer] = []
@@ -333,10 +334,15 @@ class Distributed:
         if self.buffers is not None:
             self.buffers.finish()
         self._look_for_members()
+        self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        """A step has ended: rank 0's buffers go to all others, which have them by the next forward."""
         if self.buffers is not None:
+            self.buffers.finish()
             if self.membership is not None:
                 self.buffers.source = self.membership.rank == 0
-            self.buffers.start(self.gradients.step - 1)  # of the step that has just ended
+            self.buffers.start(self.gradients.step - 1)
         self._step_is_new = True
 
     def _look_for_members(self) -> None:
@@ -366,7 +372,7 @@ class Distributed:
         """Let an optimizer that has just made its first step by itself go on as one that was given at the start."""
         self.updates.append(updates)
         self.ending.takes(updates.optimizer)
-        self.gradients.begin_step = None  # its steps count from here on, and no backward
+        self.gradients.begin_step = self.gradients.end_step = None  # its steps count from here on, and no backward
         self.after_step()
 
     def disown(self, updates: Updates) -> None:

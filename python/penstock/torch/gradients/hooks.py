@@ -156,6 +156,7 @@ class Gradients:
         self.on_request = False
         # Without an optimizer nobody says when a step begins: then each backward is one, and this is told its number.
         self.begin_step: Callable[[int], None] | None = None
+        self.end_step: Callable[[], None] | None = None  # likewise
         self.synchronous = False  # gradients are final when backward returns
         # Where owners update, gradients never come back, and a backward without a step is given up by this.
         self.drop: Drop | None = None
@@ -380,6 +381,8 @@ class Gradients:
         if self.begin_step is not None:
             self.step += 1
             self.moments.step_ends(self.id)
+        if self.end_step is not None:
+            self.end_step()
         self.engine.phase("forward")
         self.lent.collect()
 
