@@ -381,6 +381,7 @@ def ranks_have_different_numbers_of_batches():
         model = Normed() if buffers else network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = ps.distribute(model, optimizer, update=update, broadcast_buffers=buffers)
+        opened = []
         for turn in range(2):  # and all begin anew
             with ps.join():
                 for number, x in zip(range(counts[ps.rank()]), inputs(turn), strict=False):
@@ -391,6 +392,8 @@ def ranks_have_different_numbers_of_batches():
                     optimizer.step()
                     optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] = 1e-2
+            opened.append(job.current().engine.books)
+        assert opened[0] == opened[1]
         model(next(inputs(3))).square().mean().backward()
         optimizer.step()
         found = torch.cat([one.double().flatten() for one in model.state_dict().values()])

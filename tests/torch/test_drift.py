@@ -281,6 +281,27 @@ def test_ranks_with_fewer_batches():
         assert same_everywhere(run(main, 3, check_every=every))
 
 
+@pytest.mark.fake_only
+def test_joining_again_opens_no_more_books():
+    def main(rank, engine):
+        model = make()
+        model, optimizer = distribute(model, momentum(model))
+        opened = []
+        for epoch in range(3):
+            with ps.join():
+                for step in range(3 + rank):
+                    mse(model, rank, 10 * epoch + step).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            opened.append(len(engine.books))
+        return values(model), opened
+
+    results = run(main, 3)
+    assert same_everywhere([params for params, _ in results])
+    for _, (first, *later) in results:
+        assert set(later) == {first}
+
+
 def test_what_was_compared_last_is_judged_at_the_end():
     def main(rank, engine):
         model = make()

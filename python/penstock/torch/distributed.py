@@ -18,7 +18,7 @@ from penstock.coordinator import Cluster, Rates
 from penstock.errors import ConfigError
 from penstock.torch.agreement.arguments import check_origins, check_parameters, origin_of
 from penstock.torch.agreement.batchnorm import SyncedNorms
-from penstock.torch.agreement.copies import BufferCopy, CopyBook
+from penstock.torch.agreement.copies import BufferCopy, CopyBooks
 from penstock.torch.agreement.devices import device_of
 from penstock.torch.agreement.drift import Drift
 from penstock.torch.agreement.fingerprint import check_same_model, fingerprint
@@ -90,6 +90,8 @@ class Distributed:
     Attributes:
         schemes: How its layers are synchronised.
         ending: What becomes of it when the job is over.
+        named: Its parameters and buffers, by name; not their memory, which the program may exchange.
+        copies: One rank's of them, or of what belongs to them, to all others.
     """
 
     def __init__(
@@ -131,8 +133,9 @@ class Distributed:
         }
         self._check_that_ranks_have_it(optimizers, arguments)
         self.name = name = f"model{next_number(engine)}"
-        self.copies = CopyBook(engine, f"{name}.parameters", [*model.named_parameters(), *model.named_buffers()])
-        self.copies.copy_from(rank == 0, 0)
+        self.copies = CopyBooks(engine, name)
+        self.named = [*model.named_parameters(), *model.named_buffers()]
+        self.copies.copy("parameters", self.named, source=rank == 0, step=0)
         self.buffers = self._buffer_copy(rank, device, options) if broadcast_buffers else None
         self.synchronous: str | None = compiled_outside(model)
         agreed = AgreedSchemes(

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.errors import ConfigError
 from penstock.torch.access import distributed_here
-from penstock.torch.agreement.copies import CopyBook
 from penstock.torch.distributed import Distributed
 from penstock.torch.updates.asynchronous import AsyncUpdates
 from penstock.torch.updates.owners import OwnerUpdates
@@ -166,8 +165,7 @@ def _going_along(engine: Engine, rank: int) -> Iterator[None]:
         source = steps.index(max(steps))
         buffers = [(name, buffer) for name, buffer in distributed.model.named_buffers() if buffer.numel()]
         if buffers:  # parameters are the same; owners may keep more of them than what travels
-            book = CopyBook(engine, f"join.{distributed.key}.buffers", buffers)
-            book.copy_from(source == rank, distributed.gradients.step)
+            distributed.copies.copy("join.buffers", buffers, source=source == rank, step=distributed.gradients.step)
 
 
 def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
@@ -200,7 +198,7 @@ def _agree(engine: Engine, models: list[Distributed]) -> list[list[int]]:
 
 
 def _copy_all(distributed: Distributed, *, is_source: bool, source: int) -> None:
-    distributed.copies.copy_from(is_source, distributed.gradients.step)
+    distributed.copies.copy("parameters", distributed.named, source=is_source, step=distributed.gradients.step)
     optimizers = [one for update in distributed.updates for one in optimizers_within(update.optimizer)]
     copied: list[object] = []  # a wrapper may show the state of what it wraps
     for number, optimizer in enumerate(optimizers):
@@ -239,8 +237,7 @@ def _copy_state(distributed: Distributed, optimizer: Optimizer, *, is_source: bo
                     device="cpu" if on_host else param.device,
                 )
             named.append((f"{index}.{key}", state[key]))
-    book = CopyBook(distributed.engine, f"join.{distributed.key}.{number}", named)
-    book.copy_from(is_source, distributed.gradients.step)
+    distributed.copies.copy(f"join.state{number}", named, source=is_source, step=distributed.gradients.step)
 
 
 def _layout(value: Tensor) -> list[Any]:

@@ -7,7 +7,7 @@ Omits averages, which are hooks.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,38 +22,46 @@ from penstock.torch.runtime.afterwards import Afterwards
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["BufferCopy", "CopyBook"]
+__all__ = ["BufferCopy", "CopyBooks"]
 
 _version_kept: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 
-class CopyBook:
-    """Tensors that are the same on all ranks once one rank's values have been copied.
+_Entry: TypeAlias = "tuple[str, int, str, int]"  # of a book
+
+
+class CopyBooks:
+    """What of one model is copied now and then: each by a book of its own.
+
+    A book stays for as long as the job does, and their number is limited. So it is opened once, and used again whenever
+    the same is copied with the same names and sizes.
 
     Args:
         engine: The engine.
-        name: The book's name, for messages.
-        named: Names and tensors, in the same order and with the same memory order on all ranks.
-
-    Attributes:
-        nbytes: Their bytes.
+        name: With which the books' names begin, for messages.
     """
 
-    def __init__(self, engine: Engine, name: str, named: Sequence[tuple[str, Tensor]]) -> None:
+    def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
-        filled = [(label, tensor) for label, tensor in named if tensor.numel()]
-        self._tensors = [tensor for _, tensor in filled]  # not their memory, which the program may exchange
-        entries = [(label, 0, "bytes", _nbytes(without_repeats(tensor.detach()))) for label, tensor in filled]
-        self.nbytes = sum(nbytes for *_, nbytes in entries)
-        self.id = engine.open_book(name, [name], entries)
+        self._name = name
+        self._open: dict[str, tuple[list[_Entry], int]] = {}
 
     @torch.no_grad()
-    def copy_from(self, source: bool, step: int) -> None:
-        """Write the source's values into every rank's tensors. Collective; exactly one rank is the source."""
+    def copy(self, what: str, named: Sequence[tuple[str, Tensor]], *, source: bool, step: int) -> None:
+        """Write the source's values into every rank's tensors. Collective; exactly one rank is the source.
+
+        Args:
+            what: Is copied, for messages, too.
+            named: Names and tensors, in the same order and with the same memory order on all ranks.
+            source: Whether it is this rank.
+            step: Of the model, for messages.
+        """
         engine, lent = self._engine, lent_to(self._engine)
         submit = engine.submit if source else engine.submit_absent
         taken = _Taken()
-        tensors = [without_repeats(tensor.detach()) for tensor in self._tensors]
+        filled = [(label, without_repeats(tensor.detach())) for label, tensor in named if tensor.numel()]
+        book = self._book(what, [(label, 0, "bytes", _nbytes(tensor)) for label, tensor in filled])
+        tensors = [tensor for _, tensor in filled]
         memories = [
             tensor
             if tensor.is_cpu and is_dense(tensor) and not taken.overlap(tensor)
@@ -61,13 +69,20 @@ class CopyBook:
             for tensor in tensors
         ]
         for index, memory in enumerate(memories):
-            lent.tensors[submit(self.id, index, memory.data_ptr(), _nbytes(memory), "copy", step)] = memory
-        engine.wait(self.id, list(range(len(memories))), released=True)
+            lent.tensors[submit(book, index, memory.data_ptr(), _nbytes(memory), "copy", step)] = memory
+        engine.wait(book, list(range(len(memories))), released=True)
         if not source:
             for tensor, memory in zip(tensors, memories, strict=True):
                 if memory.data_ptr() != tensor.data_ptr():
                     tensor.copy_(memory)
         lent.collect()
+
+    def _book(self, what: str, entries: list[_Entry]) -> int:
+        known = self._open.get(what)
+        if known is None or known[0] != entries:
+            name = f"{self._name}.{what}"
+            known = self._open[what] = entries, self._engine.open_book(name, [name], entries)
+        return known[1]
 
 
 def _nbytes(tensor: Tensor) -> int:

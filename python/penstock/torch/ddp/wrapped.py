@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 import penstock.torch.front_end  # noqa: F401 - models hear of the end of the job
 from penstock.attached import Attached, attach
 from penstock.errors import ConfigError
-from penstock.torch.agreement.copies import BufferCopy, CopyBook
+from penstock.torch.agreement.copies import BufferCopy
 from penstock.torch.ddp import adoption
 from penstock.torch.ddp.jobs import join
 from penstock.torch.ddp.reasons import say_once, sparse_layers
@@ -78,7 +78,6 @@ class WrappedModel:
         self._engaged = False
         self._distributed: Distributed | None = None
         self._buffers: BufferCopy | None = None
-        self._joins = 0
         self._share: float | None = None  # in `Join`, if averages are over those that still train
         self._scaling: list[RemovableHandle] = []
 
@@ -239,5 +238,4 @@ class WrappedModel:
             named += distributed.model.named_buffers()  # type: ignore[arg-type]
         everyone = engine.all_gather("penstock.ddp", str(gradients.step).encode())
         gradients.step = max(map(int, everyone))
-        CopyBook(engine, f"{distributed.name}.join{self._joins}", named).copy_from(is_source, gradients.step)
-        self._joins += 1
+        distributed.copies.copy("join", named, source=is_source, step=gradients.step)

@@ -24,7 +24,7 @@ from penstock import collectives, job
 from penstock.attached import Attached
 from penstock.collectives import Future
 from penstock.errors import ConfigError, PenstockError
-from penstock.torch.agreement.copies import CopyBook
+from penstock.torch.agreement.copies import CopyBooks
 from penstock.torch.local.checking import (
     DTYPES,
     agree,
@@ -121,8 +121,8 @@ class LocalSteps:
         self._fragments = [_joined(layers[start:end]) for start, end in pairwise(ends)]
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if running.world_size > 1:
-            book = CopyBook(running.engine, f"{caller} {running.engine.books}", list(everything.items()))
-            book.copy_from(running.rank == 0, 0)
+            copies = CopyBooks(running.engine, f"{caller} {running.engine.books}")
+            copies.copy("parameters", list(everything.items()), source=running.rank == 0, step=0)
         names = _joined(layers)
         self._names = [*names.parameters, *names.statistics]  # a rank tells one by its index here
         self._tensors = {name: everything[name] for name in self._names}
