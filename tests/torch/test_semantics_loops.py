@@ -171,6 +171,52 @@ def test_a_graph_from_before_the_step_is_an_error_as_without_penstock():
     run(main, 2)
 
 
+def branch_loss(model, rank, step, which):
+    x, y = examples(rank, step)
+    return F.mse_loss(model(x.requires_grad_(), which), y)  # the graph keeps the weight
+
+
+@pytest.mark.parametrize("scheme", ["store", "factors"])
+def test_a_graph_from_before_a_step_that_updates_other_parameters(scheme):
+    """Two nets, one optimizer."""
+
+    def trained(model, optimizer, ranks):
+        for step in range(3):
+            both = [[branch_loss(model, rank, step, which) for rank in ranks] for which in ("left", "right")]
+            for losses in both:
+                (sum(losses) / len(ranks)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return values(model)
+
+    def main(rank, engine):
+        model = seeded(TwoBranches())
+        return trained(*distribute(model, sgd(model), schemes={"*": scheme}), [rank])
+
+    results = run(main, 2)
+    model = seeded(TwoBranches())
+    assert same_everywhere(results)
+    assert distance(results[0], trained(model, sgd(model), [0, 1])) < 1e-12
+
+
+@pytest.mark.parametrize("scheme", ["store", "factors"])
+def test_a_graph_from_before_a_step_for_which_only_another_rank_has_a_gradient(scheme):
+    def main(rank, engine):
+        model = seeded(TwoBranches())
+        model, optimizer = distribute(model, sgd(model), schemes={"*": scheme})
+        branch_loss(model, rank, 0, "left").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stale = branch_loss(model, rank, 1, "left")
+        branch_loss(model, rank, 2, "left" if rank else "right").backward()
+        optimizer.step()
+        ps.synchronize(optimizer)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
+
+    run(main, 2)
+
+
 def test_errors_at_the_call():
     def main(rank, engine):
         model, optimizer = mlp_and_sgd()

@@ -21,6 +21,7 @@ class Flight:
     Attributes:
         flying: It is in flight.
         absent: As this rank's absence.
+        gives: This rank has something for the step, be it zeros.
         assigned: See above.
         gathered: By its layer's gather.
         diverted: From now on its layer's gather takes what backward makes.
@@ -49,6 +50,7 @@ class Flight:
         "flying",
         "fresh",
         "gathered",
+        "gives",
         "grad",
         "kept",
         "memory",
@@ -60,7 +62,7 @@ class Flight:
     def __init__(self, index: int) -> None:
         self._index = self.number = self.brought = index
         self.flying = self.absent = self.assigned = self.gathered = False
-        self.dirty = self.kept = self.diverted = False
+        self.dirty = self.kept = self.diverted = self.gives = False
         self.fresh = True
         self.token = self.backward = -1
         self.grad: Tensor | None = None
@@ -94,7 +96,7 @@ class Flight:
         self.grad = grad
         self.memory = memory
         self.version = grad._version
-        self.flying = self.assigned = True
+        self.flying = self.assigned = self.gives = True
         self.absent = self.dirty = False
         self.backward = now
 
@@ -121,17 +123,17 @@ class Flight:
         self.memory = memory
         self.absent, self.kept = True, keeps
         self.flying, self.assigned = True, not keeps
-        self.dirty = False
+        self.dirty = self.gives = False
         self.backward = now
 
     def stay(self, now: int) -> None:
         """This rank takes no part in backward `now`, not even as absent."""
-        self.absent, self.flying, self.assigned, self.kept = True, False, False, False
+        self.absent, self.flying, self.assigned, self.kept, self.gives = True, False, False, False, False
         self.backward = now
 
-    def take_off_gathered(self, token: int, number: int, now: int) -> None:
+    def take_off_gathered(self, token: int, number: int, now: int, *, gives: bool) -> None:
         """The gather of its layer is submitted, which tensor `number` of the book brings back."""
-        self.token, self.number = token, number
+        self.token, self.number, self.gives = token, number, gives
         self.flying = self.assigned = self.gathered = True
         self.absent = self.dirty = False
         self.memory = None
@@ -148,7 +150,7 @@ class Flight:
 
     def is_final(self, grad: Tensor) -> None:
         """Nothing is in flight: the step uses what ``.grad`` holds."""
-        self.grad, self.version, self.assigned = grad, grad._version, True
+        self.grad, self.version, self.assigned, self.gives = grad, grad._version, True, True
 
     # Meanwhile
 

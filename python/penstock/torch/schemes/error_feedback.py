@@ -156,7 +156,8 @@ class Lossy(Gather, Generic[OptionsT]):
         self._step = self.submitter.step
         if self.submitter.device_gathers is None:
             return self._short(header, local)
-        self._header, self._given = header, [place for place, grad in enumerate(local) if grad is not None]
+        self._given = [place for place, grad in enumerate(local) if grad is not None]
+        self._header = header = header._replace(mask=header.mask | sum(1 << place for place in self._given))
         return Packed(header, [grad.contiguous() for grad in local if grad is not None])
 
     def encoded(self, contribution: Tensor) -> Tensor:

@@ -268,8 +268,9 @@ class Gather(ABC):
                 token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
             else:
                 token = self._submit_there(submitter.device_gathers, packed)
-        for slot in self.slots:
-            slot.flight.take_off_gathered(token, self.index, self.backward)
+        for place, slot in enumerate(self.slots):
+            gives = packed.header.has(place) or slot.flight.grad is not None  # an earlier average is one once more
+            slot.flight.take_off_gathered(token, self.index, self.backward, gives=gives)
             defer(slot)
         if submitter.device_gathers is None and self._is_expected():
             submitter.rebuilds.expect(self)

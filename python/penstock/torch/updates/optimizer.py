@@ -222,8 +222,9 @@ class Updates(PatchedOptimizer):
             self._taken, self._units = layers, self._in_units(layers)
         if self.log is not None and taken:
             self.log.begin(self._state)
-        # A graph made before this step must not be used after it: say so at the time the plain optimizer would.
-        increment_versions([slot.param for slot in taken])
+        # A graph made before this step must not be used after it: say so at the time the plain optimizer would. What
+        # this rank gives nothing for is updated only if another does (`_apply`).
+        increment_versions([slot.param for slot in taken if slot.flight.gives])
         gradients.step += 1
         self._partial.open(taken, self._groups, self._state, clone=self._writes_gradients)
         if self._joined is not None:
@@ -358,6 +359,8 @@ class Updates(PatchedOptimizer):
             flight, pending = slot.flight, slot.pending
             grad = gradients.land(slot) if flight.flying else self._unchanged(slot)
             if grad is not None:  # some rank contributed
+                if not flight.gives:
+                    increment_versions([slot.param])
                 mine = None if flight.assigned else slot.param.grad
                 due.append((pending.group, pending.index, slot, grad, mine))
         due.sort(key=_GROUP_AND_PLACE)
