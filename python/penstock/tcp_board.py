@@ -1,50 +1,29 @@
 """The board of a ``tcp://`` meeting point: rank 0 holds it, the others ask over one connection each.
 
-Two requests, GET and SET, of fixed layout and bounded length. Everybody who reaches the port may ask; what is kept is
-only what `HostedBoard.guard` takes, which is what members of the job have proved. A connection has its place among a
-bounded number, and a few seconds for each request: whoever is dropped connects again. So a stranger that says nothing,
-half a sentence or nonsense delays nobody, and one thread serves all.
-
-    request   magic 4 | 0 GET or 1 SET, 1 | length of the key 2 | length of the value 4 | key | value
-    answer    magic 4 | 1 if there is a value, 1 | length of the value 4 | value
-
-Integers are little-endian. Every wait of a client is in slices of a socket's timeout, so Ctrl-C ends it.
+What is kept is only what `HostedBoard.guard` takes, which is what members of the job have proved. How requests travel
+is `penstock.key_server`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import re
-import resource
-import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.boards import MESSAGE_BYTES_MAX, Board, first_line, polls
+from penstock.boards import Board, first_line, polls
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
+from penstock.key_server import GET, SET, KeyClient, KeyServer
 
 if TYPE_CHECKING:
     from penstock.launchers import MeetingPoint
 
 __all__ = ["HostedBoard", "RemoteBoard"]
 
-MAGIC = b"PSM1"
-REQUEST = struct.Struct("<4sBHI")
-ANSWER = struct.Struct("<4sBI")
-GET, SET = 0, 1
-KEY_BYTES_MAX = 256
-VALUE_BYTES_MAX = 64 << 10  # of a request: what one rank says
-READ_BYTES = 64 << 10
-STRANGERS_MAX = 64  # connections beyond one for each rank
-REQUEST_S = 5.0  # for one request to come in, and for its answer to go out
-ACCEPT_REST_S = 0.1  # while the process has no descriptors left
-FLUSH_S = 1.0  # for the last answers
 ANSWER_S = 5.0  # after which a client takes a connection for broken
 GRACE_S = 0.5  # for what is said after the limit: why this rank gives up
 REFUSED_S = 1.0  # after which a rank 0 that was there is taken to have ended
@@ -87,22 +66,6 @@ def listen(point: MeetingPoint) -> socket.socket:
     )
 
 
-class _Visitor:
-    """One connection to rank 0's board."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.inbox = bytearray()
-        self.outbox = memoryview(b"")
-        self.asked = False  # one whole request at least
-        self.active_at = time.monotonic()
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether it owes the rest of a request, or has not taken its answer."""
-        return not self.asked or bool(self.inbox) or bool(self.outbox)
-
-
 class HostedBoard(Board):
     """Rank 0's board, served to everybody at the meeting point by a thread of its own.
 
@@ -123,17 +86,12 @@ class HostedBoard(Board):
         self._unproven: dict[str, bytes] = {}
         self._job = ""
         self._accepts: Callable[[str, bytes], bool] = lambda key, value: False
-        self._listener = listen(point)
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._visitors: dict[socket.socket, _Visitor] = {}
-        self._accept_at: float | None = None  # when accepting is tried again
-        self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="penstock-board", daemon=True)
-        self._thread.start()
+        self._server = KeyServer(listen(point), ranks, self._proven, self._offer, "penstock-board")
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.port
 
     # What rank 0 does, in its own thread.
 
@@ -159,122 +117,13 @@ class HostedBoard(Board):
 
     def close(self) -> None:
         """Send the last answers and stop listening."""
-        self._stopping = True
-        self._wake.close()
-        self._thread.join()  # bounded by FLUSH_S
+        self._server.close()
 
-    # What its thread does.
+    # What the server's thread does.
 
-    def _serve(self) -> None:
-        while not self._stopping:
-            for key, mask in self._selector.select(REQUEST_S / 4 if self._accept_at is None else ACCEPT_REST_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is not self._woken:
-                    visitor = self._visitors.get(key.fileobj)  # type: ignore[call-overload]  # sockets, all of them
-                    if visitor is not None:  # it may have lost its place this very turn
-                        self._turn(visitor, mask)
-            self._expire()
-        deadline = time.monotonic() + FLUSH_S
-        for visitor in list(self._visitors.values()):
-            with contextlib.suppress(OSError):
-                visitor.connection.settimeout(max(deadline - time.monotonic(), 0.01))
-                visitor.connection.sendall(visitor.outbox)
-            self._drop(visitor)
-        self._selector.close()
-        self._listener.close()
-        self._woken.close()
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._selector.unregister(self._listener)  # readable all the time, and nothing to be done
-                self._accept_at = time.monotonic() + ACCEPT_REST_S
-                if self._visitors:
-                    self._drop(self._oldest())
-            return
-        # The program's own files come first, whatever the limit of open files is.
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        strangers = STRANGERS_MAX if soft == resource.RLIM_INFINITY else max(4, min(STRANGERS_MAX, soft // 8))
-        if len(self._visitors) >= self._ranks + strangers:
-            self._drop(self._oldest())
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._visitors[connection] = _Visitor(connection)
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _oldest(self) -> _Visitor:
-        return min(self._visitors.values(), key=lambda visitor: (not visitor.unfinished, visitor.active_at))
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        if self._accept_at is not None and now >= self._accept_at:
-            self._accept_at = None
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        for visitor in [v for v in self._visitors.values() if v.unfinished and now - v.active_at > REQUEST_S]:
-            self._drop(visitor)
-
-    def _drop(self, visitor: _Visitor) -> None:
-        del self._visitors[visitor.connection]
-        self._selector.unregister(visitor.connection)
-        visitor.connection.close()
-
-    def _turn(self, visitor: _Visitor, mask: int) -> None:
-        try:
-            if mask & selectors.EVENT_READ and not visitor.outbox:
-                data = visitor.connection.recv(READ_BYTES)
-                if not data:
-                    return self._drop(visitor)
-                if not visitor.inbox and visitor.asked:
-                    visitor.active_at = time.monotonic()  # a new request, which has its own time
-                visitor.inbox += data
-            self._answer_all(visitor)
-        except (BlockingIOError, InterruptedError):
-            pass
-        except (OSError, ValueError):  # gone, or not of ours
-            return self._drop(visitor)
-        # While an answer waits, nothing more is read: nobody makes this process keep much.
-        wanted = selectors.EVENT_WRITE if visitor.outbox else selectors.EVENT_READ
-        self._selector.modify(visitor.connection, wanted)
-        return None
-
-    def _answer_all(self, visitor: _Visitor) -> None:
-        while True:
-            if visitor.outbox:
-                visitor.outbox = visitor.outbox[visitor.connection.send(visitor.outbox) :]
-                if visitor.outbox:
-                    return
-            answer = self._answer(visitor)
-            if answer is None:
-                return
-            visitor.outbox = memoryview(answer)
-
-    def _answer(self, visitor: _Visitor) -> bytes | None:
-        """The answer to the request that has come in whole, if one has. ValueError: it is none."""
-        if len(visitor.inbox) < REQUEST.size:
-            if not MAGIC.startswith(visitor.inbox[: len(MAGIC)]):
-                raise ValueError
-            return None
-        magic, request, key_bytes, value_bytes = REQUEST.unpack_from(visitor.inbox)
-        if magic != MAGIC or request not in (GET, SET) or key_bytes > KEY_BYTES_MAX or value_bytes > VALUE_BYTES_MAX:
-            raise ValueError
-        end = REQUEST.size + key_bytes + value_bytes
-        if len(visitor.inbox) < end:
-            return None
-        key = visitor.inbox[REQUEST.size : REQUEST.size + key_bytes].decode()
-        value = bytes(visitor.inbox[REQUEST.size + key_bytes : end])
-        del visitor.inbox[:end]
-        visitor.asked, visitor.active_at = True, time.monotonic()
-        if request == SET:
-            self._offer(key, value)
-            found = None
-        else:
-            with self._lock:
-                found = self._values.get(key)
-        return ANSWER.pack(MAGIC, found is not None, len(found or b"")) + (found or b"")
+    def _proven(self, key: str) -> bytes | None:
+        with self._lock:
+            return self._values.get(key)
 
     def _offer(self, key: str, value: bytes) -> None:
         """Keep what a member says; of what is not proved keep one for each key, to name it as the cause later."""
@@ -303,8 +152,7 @@ class RemoteBoard(Board):
         self._point = point
         self._rank = rank
         self._limit_s = limit_s
-        self._connection: socket.socket | None = None
-        self._reached = False
+        self._client = KeyClient(point.host, point.port)
         self._lost: PenstockError | None = None
 
     def set(self, key: str, value: bytes) -> None:
@@ -320,66 +168,33 @@ class RemoteBoard(Board):
 
     def close(self) -> None:
         """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._client.close()
 
     def _ask(self, request: int, key: str, value: bytes = b"") -> bytes | None:
         if self._lost is not None:
             raise self._lost  # it was waited for long enough
-        name = key.encode()
-        message = REQUEST.pack(MAGIC, request, len(name), len(value)) + name + value
         deadline = max(self.deadline, time.monotonic() + GRACE_S)
         refused_at: float | None = None
         last: OSError | None = None
         for left in polls(deadline):
             try:
-                return self._try(message, time.monotonic() + min(max(left, 0.01), ANSWER_S))
+                return self._client.ask(request, key, value, time.monotonic() + min(max(left, 0.01), ANSWER_S))
             except OSError as error:
-                self.close()
                 last = error
-            except BaseException:
-                self.close()  # an interrupt: the next answer would be to this request
-                raise
             if not isinstance(last, ConnectionRefusedError):
                 refused_at = None
             elif refused_at is None:
                 refused_at = time.monotonic()
-            elif self._reached and time.monotonic() - refused_at > REFUSED_S:
+            elif self._client.reached and time.monotonic() - refused_at > REFUSED_S:
                 self._lost = self._ended(last)
                 raise self._lost
         self._lost = self._unreachable(last)
         raise self._lost
 
-    def _try(self, message: bytes, until: float) -> bytes | None:
-        if self._connection is None:
-            address = (self._point.host, self._point.port)
-            self._connection = socket.create_connection(address, timeout=max(until - time.monotonic(), 0.01))
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection.settimeout(max(until - time.monotonic(), 0.01))
-        self._connection.sendall(message)
-        magic, there, value_bytes = ANSWER.unpack(self._receive(ANSWER.size, until))
-        if magic != MAGIC or value_bytes > MESSAGE_BYTES_MAX:
-            raise ConnectionAbortedError("what listens there is not rank 0 of a job of Penstock")
-        value = self._receive(value_bytes, until)
-        self._reached = True
-        return value if there else None
-
-    def _receive(self, count: int, until: float) -> bytes:
-        assert self._connection is not None
-        data = bytearray()
-        while len(data) < count:
-            self._connection.settimeout(max(until - time.monotonic(), 0.001))
-            more = self._connection.recv(min(count - len(data), READ_BYTES))
-            if not more:
-                raise ConnectionResetError("the connection was closed")
-            data += more
-        return bytes(data)
-
     def _unreachable(self, last: OSError | None) -> Timeout:
         what = (
             f"rank {self._rank} reached rank 0 at {self._point}, and then got no answer any more"
-            if self._reached
+            if self._client.reached
             else f"rank {self._rank} did not reach rank 0 at {self._point} ({self._point.found_in})"
         )
         return Timeout(

@@ -16,7 +16,7 @@ import programs
 import pytest
 from meeting import assert_met, free_port, meet
 
-from penstock import tcp_board
+from penstock import key_server, tcp_board
 from penstock.boards import polls
 from penstock.launchers import MeetingPoint
 from penstock.sealing import unseal
@@ -114,11 +114,11 @@ def meet_beside(size, act, **shared):
 SENTENCES = {
     "nothing": b"",
     "one byte": b"\x01",
-    "half a request": tcp_board.REQUEST.pack(tcp_board.MAGIC, tcp_board.SET, 5, 1000) + b"job" + b"x" * 10,
-    "a length of 4 GB": tcp_board.REQUEST.pack(tcp_board.MAGIC, tcp_board.SET, 3, 2**32 - 1) + b"job",
+    "half a request": key_server.REQUEST.pack(key_server.MAGIC, key_server.SET, 5, 1000) + b"job" + b"x" * 10,
+    "a length of 4 GB": key_server.REQUEST.pack(key_server.MAGIC, key_server.SET, 3, 2**32 - 1) + b"job",
     "another protocol": b"GET / HTTP/1.1\r\n\r\n",
-    "the id of a job": tcp_board.REQUEST.pack(tcp_board.MAGIC, tcp_board.SET, 3, 32) + b"job" + b"0" * 32,
-    "a key that is no text": tcp_board.REQUEST.pack(tcp_board.MAGIC, tcp_board.GET, 3, 0) + b"\xff\xfe\xfd",
+    "the id of a job": key_server.REQUEST.pack(key_server.MAGIC, key_server.SET, 3, 32) + b"job" + b"0" * 32,
+    "a key that is no text": key_server.REQUEST.pack(key_server.MAGIC, key_server.GET, 3, 0) + b"\xff\xfe\xfd",
 }
 
 
@@ -149,7 +149,7 @@ def test_a_crowd_that_never_ends_delays_nobody_for_long():
                 return  # the ranks have met
 
     def act(port, left_open):
-        for _ in range(2 * tcp_board.STRANGERS_MAX):
+        for _ in range(2 * key_server.STRANGERS_MAX):
             left_open.enter_context(knock(port))
         coming = threading.Thread(target=keep_coming, args=(port,))
         coming.start()
@@ -369,7 +369,7 @@ def test_a_stranger_makes_up_no_keys():
     board = tcp_board.HostedBoard(MeetingPoint("tcp", "127.0.0.1", 0, found_in="this test"), 12)
     try:
         board.guard("job", lambda key, value: False)
-        port = board._listener.getsockname()[1]
+        port = board.port
         stranger = tcp_board.RemoteBoard(MeetingPoint("tcp", "127.0.0.1", port, found_in="this test"), 1, 5.0)
         stranger.deadline = time.monotonic() + 5.0
         made_up = ["arrival/01", "arrival/0011", "arrival/\u0661", "done/1\n", "address/12", "arrival/-1", "job", ""]
