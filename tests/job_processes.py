@@ -49,12 +49,15 @@ def die_in(seconds):
     threading.Thread(target=die, daemon=True).start()
 
 
-def _main(pipe, function, rank, count, place, options, arguments):
+def _main(pipe, function, rank, count, place, doors, options, arguments):
     import penstock as ps
 
     gc.freeze()  # it does not walk, and so copy, what was there before the fork
     try:
-        ps.init(rank=rank, world_size=count, rendezvous=f"file://{place}", **{**OPTIONS, **options})
+        if rank < count:
+            ps.init(rank=rank, world_size=count, rendezvous=f"file://{place}", **{**OPTIONS, **options})
+        else:
+            ps.init(join=doors.get(timeout=PATIENCE_S), **{**OPTIONS, **options})
         value = function(rank, count, *arguments)
         ps.shutdown()
         pipe.send((value, None))
@@ -66,13 +69,16 @@ def _main(pipe, function, rank, count, place, options, arguments):
             pipe.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
-def run(count, function, place, *arguments, **options):
-    """Run ``function(rank, count, *arguments)`` on each rank of a job and return the outcomes by rank."""
+def run(count, function, place, *arguments, newcomers=0, doors=None, **options):
+    """Run ``function(rank, count, *arguments)`` on each rank of a job and return the outcomes by rank.
+
+    Newcomers, with ranks from ``count`` on, come to the doors that members put into the queue ``doors``.
+    """
     ranks = []
-    for rank in range(count):
+    for rank in range(count + newcomers):
         here, there = CONTEXT.Pipe(duplex=False)
         process = CONTEXT.Process(
-            target=_main, args=(there, function, rank, count, str(place / "meet"), options, arguments)
+            target=_main, args=(there, function, rank, count, str(place / "meet"), doors, options, arguments)
         )
         process.start()
         there.close()

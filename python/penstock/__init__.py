@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from penstock.torch.local.diloco import DiLoCo
     from penstock.torch.local.elastic import ElasticAveraging
     from penstock.torch.local.local_sgd import LocalSGD
+    from penstock.torch.newcomers import Newcomers
     from penstock.torch.sampling import sampler
     from penstock.tracing.tracing_call import trace
     from penstock.wire_types import TopK
@@ -91,6 +92,7 @@ __all__ = [
     "MembersChange",
     "MembershipEpoch",
     "ModelMismatch",
+    "Newcomers",
     "OneBit",
     "Options",
     "PeerLost",
@@ -146,6 +148,7 @@ _HOME_OF = {
     "MembersChange": "members",
     "MembershipEpoch": "members",
     "ModelMismatch": "errors",
+    "Newcomers": "torch.front_end",
     "OneBit": "lossy",
     "Options": "config",
     "PeerLost": "errors",

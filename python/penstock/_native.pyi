@@ -444,7 +444,10 @@ class Engine:
 
     @property
     def epoch(self) -> int:
-        """How often members were lost and the others went on."""
+        """How often members were lost, or came, and the others went on."""
+
+    def members(self) -> list[int]:
+        """Who takes part in the present epoch."""
 
     def membership_log(self) -> list[tuple[list[int], int, list[tuple[int, int]]]]:
         """Of each epoch so far, the present one included, what is known of it.
@@ -744,13 +747,15 @@ class Engine:
         outputs: list[tuple[int, int]],
         keep: object,
         algorithm: _Algorithm | None = None,
+        epoch: int | None = None,
     ) -> Call:
         """Begin a message or collective: ``send``, ``recv``, ``recv_any``, ``allreduce`` and so on.
 
         ``algorithm`` is for ``allreduce``; without it the one that `allreduce_plan` gives for this length.
 
         ``rank`` is the other rank or the root, as an index in the group; ``inputs`` and ``outputs`` are addresses and
-        lengths in bytes. ``keep`` is let go of when nobody touches the memory any more.
+        lengths in bytes. ``keep`` is let go of when nobody touches the memory any more. With ``epoch`` it is made in no
+        other one.
         """
 
     def take_done(self, patience_s: float) -> list[int]:

@@ -106,6 +106,15 @@ class CheckpointWriter:
         self._error: Exception | None = None
         _writers[next(_numbers)] = self
 
+    def standing(self) -> dict[str, Any]:
+        """What newcomers must know of it, fit for JSON."""
+        return {"calls": self.calls, "last": self.last, "under_way": self._under_way, "by": self._by}
+
+    def go_on_from(self, standing: dict[str, Any]) -> None:
+        """At a newcomer: count as the others do."""
+        self.calls, self.last = standing["calls"], standing["last"]
+        self._under_way, self._by = standing["under_way"], standing["by"]
+
     def check(self, every: int, keep: int) -> None:
         """Refuse what are no numbers of checkpoints.
 

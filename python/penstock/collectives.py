@@ -373,6 +373,7 @@ class _JobGroups:
     def of_all(self, caller: str) -> Group:
         """The group of all ranks."""
         running = job.current(caller)
+        running.check_that_it_takes_part(caller)
         members = running.members
         if self.engine is not running.engine or self.members != members:
             with self.lock:

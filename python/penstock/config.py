@@ -43,6 +43,7 @@ MAKE_A_SECRET = "export PENSTOCK_SECRET=\"$(python -c 'import secrets; print(sec
 
 # Equal to the bounds of the native engine (crates/core/src/limits.rs), so that a bad value fails at the call.
 RANKS_MAX = 4096
+NEWCOMERS_MAX = 1024
 LANES_MAX = 64
 SLICE_BYTES_MIN = 1024
 SLICE_BYTES_MAX = 64 << 20
@@ -118,6 +119,8 @@ class Options:
         elastic: When a worker is lost the others go on: they finish the step that they are in, without it
             (docs/elastic.md). All gradients travel by the store, without servers, groups and `join`, and every rank
             keeps as much memory as the gradients have.
+        join: ``host:port``, the door of any member of an elastic job that runs (docs/elastic.md): this process takes
+            part in that. Options that ranks must agree on are the job's.
         ranks_min: With ``elastic``, so many workers must be left and agree, or the job ends. ``None``: more than half
             of the last ones. Fewer than that may let two halves of a cut network go on apart.
         observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the
@@ -159,6 +162,7 @@ class Options:
     pinned_bytes: int = 64 << 20
     whole_steps: bool = False
     elastic: bool = False
+    join: str | None = None
     ranks_min: int | None = None
     observations: int = 0
     trace: str | None = None
@@ -177,7 +181,8 @@ class Options:
     def name_of(self, engine_rank: int) -> str:
         """What users know one of all that meet by: ``rank 3``, ``server 1``."""
         server = engine_rank - self.world_size
-        return f"rank {engine_rank}" if server < 0 else f"server {server}"
+        # Without servers it is a newcomer.
+        return f"rank {engine_rank}" if server < 0 or not self.servers else f"server {server}"
 
     def ports(self) -> range:
         """The ports to try in turn; ``range(0, 1)`` stands for any free port."""
@@ -222,6 +227,7 @@ class OptionArguments(TypedDict, total=False):
     pinned_bytes: int | str | None
     whole_steps: bool | None
     elastic: bool | None
+    join: str | None
     ranks_min: int | None
     observations: int | str | None
     trace: str | os.PathLike[str] | None
@@ -333,6 +339,14 @@ def _rendezvous(raw: object) -> str:
     raise ValueError
 
 
+def _host_and_port(raw: object) -> str:
+    text = raw.strip() if isinstance(raw, str) else ""
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or not parts.port or parts.netloc != text or parts.username is not None:
+        raise ValueError
+    return text
+
+
 def _line_rate(raw: object) -> float | None:
     if raw in ("auto", "off"):
         return None if raw == "auto" else 0.0
@@ -392,6 +406,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     ),
     "whole_steps": _SWITCH,
     "elastic": _SWITCH,
+    "join": (_host_and_port, '"host:port"'),
     "ranks_min": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
     "trace": (_path, "a path of a directory"),

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from penstock.attached import Attached, attach
 from penstock.buffers import DTYPES, Buffer
+from penstock.config import NEWCOMERS_MAX, RANKS_MAX
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
 from penstock.lending import lent_to
 
@@ -43,7 +44,9 @@ __all__ = ["ElasticCall", "ElasticCalls", "pieces"]
 # no more rounds than it must.
 GRADES = tuple(256 << 2 * power for power in range(7))
 PER_GRADE = 3  # tensors of each length and dtype, so that one is filled while others travel
-GREETINGS = 0  # the tensor in which ranks say what they call, and where they are
+NEWCOMERS_AT_FIRST = 32
+"""So many ranks more than at the start say what they call in a tensor that is not much longer; then it is one for all
+that there may ever be."""
 LOOK_S = 0.2  # a handler of a signal waits no longer than that
 _CALLS = ("barrier", "allreduce", "reduce", "reduce_scatter", "broadcast", "scatter", "all_gather", "gather", "blobs")
 _OPS: tuple[_Op, ...] = ("copy", "sum", "average", "min", "max")
@@ -192,31 +195,35 @@ class ElasticCall:
 class ElasticCalls:
     """This rank's calls, one after the other in the order in which the program begins them.
 
-    All ranks make one at the same point of `penstock.init`, before members may be lost.
+    All ranks make one at the same point of `penstock.init`, before members may be lost; a newcomer when it is a member.
 
     Args:
         engine: Of the job.
         own: This rank, as it began.
         ranks: How many began.
+        members: Who takes part, by the ranks that they began with, ascending.
+        limit_s: The longest wait for all of them.
 
     Attributes:
         first: Who does what one rank does for all: the lowest that is left, as of the last `all_gather`.
     """
 
-    def __init__(self, engine: Engine, own: int, ranks: int) -> None:
-        self._engine, self._own, self._ranks = engine, own, ranks
-        self.first = 0
-        tensors: list[tuple[str, int, str, int]] = [("greetings", 0, "u8", ranks * _ROW.size)]
-        self._of_grade: dict[tuple[str, int], Iterator[int]] = {}
+    def __init__(self, engine: Engine, own: int, ranks: int, members: Sequence[int], limit_s: float) -> None:
+        self._engine, self._own, self._limit_s = engine, own, limit_s
+        # By how many ranks there may be: the tensors in which they say what they call, and where they are.
+        self._greetings = [min(ranks + more, RANKS_MAX) for more in (0, NEWCOMERS_AT_FIRST, NEWCOMERS_MAX)]
+        tensors: list[tuple[str, int, str, int]] = [
+            (f"greetings of {count}", 0, "u8", count * _ROW.size) for count in self._greetings
+        ]
+        self._numbers_of: dict[tuple[str, int], range] = {}
         for (dtype, width), grade in itertools.product(DTYPES.items(), GRADES):
-            numbers = range(len(tensors), len(tensors) + PER_GRADE)
+            self._numbers_of[dtype, grade] = numbers = range(len(tensors), len(tensors) + PER_GRADE)
             tensors.extend((f"{grade} bytes of {dtype} ({number})", 0, dtype, grade // width) for number in numbers)
-            self._of_grade[dtype, grade] = itertools.cycle(numbers)
         self._lengths = [elements * DTYPES[dtype] for _, _, dtype, elements in tensors]
         self._book = engine.open_book("collectives", ["collectives"], tensors)
         self._lent = lent_to(engine)
         self._memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
-        self._count = 0
+        self._begin_anew(members)
         self._queue: queue.SimpleQueue[ElasticCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: ElasticCall | None = None
@@ -316,6 +323,26 @@ class ElasticCalls:
         self._begin(ElasticCall(caller.removeprefix("penstock."), self._engine, do, None)).wait()
         return found
 
+    def check(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+
+    def has_been_told(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+
+    def rest(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+        self.finish(self._limit_s)
+
+    def tell_newcomers(self, members: tuple[int, ...], came: tuple[int, ...]) -> None:
+        """See `penstock.members.ElasticPart`: all count calls from here, since newcomers have made none."""
+        self._begin_anew(members)
+
+    def _begin_anew(self, members: Sequence[int]) -> None:
+        """Calls are counted from 0, and take tensors in the order of their numbers."""
+        self._count, self.first = 0, members[0]
+        self._greeting = next(at for at, count in enumerate(self._greetings) if count > members[-1])
+        self._of_grade = {grade: itertools.cycle(numbers) for grade, numbers in self._numbers_of.items()}
+
     def finish(self, limit_s: float) -> None:
         """Wait for what is under way; what goes wrong is for whoever waits for it.
 
@@ -394,11 +421,11 @@ class ElasticCalls:
 
     def _tell(self, said: _Greeting) -> list[_Greeting | None]:
         """One round: what each member says."""
-        size, memory = _ROW.size, self._memory_of(GREETINGS)
+        size, memory = _ROW.size, self._memory_of(self._greeting)
         ctypes.memset(memory, 0, len(memory))
         ctypes.memmove(ctypes.addressof(memory) + self._own * size, said.packed(), size)
-        self._submit(GREETINGS, "sum", gives=True)
-        self._engine.wait(self._book, [GREETINGS], released=True)
+        self._submit(self._greeting, "sum", gives=True)
+        self._engine.wait(self._book, [self._greeting], released=True)
         self._lent.collect()
         rows = bytes(memory)
         return [_Greeting.unpacked(rows[at : at + size]) for at in range(0, len(rows), size)]

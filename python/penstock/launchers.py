@@ -238,7 +238,10 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
         1
     """
     values, sources = config.given(environ, arguments)
-    if "rank" in values or values.get("world_size", 1) != 1:
+    if "join" in values:
+        launcher = "options"
+        _check_that_nothing_is_said_of_ranks(values, sources)
+    elif "rank" in values or values.get("world_size", 1) != 1:
         for present, missing in (("rank", "world_size"), ("world_size", "rank")):
             if missing not in values:
                 raise ConfigError(
@@ -262,6 +265,16 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
         return Launch(options, launcher, None, sources)
     point = _meeting_point(environ, options, launcher, sources, parent_pid)
     return Launch(options, launcher, point, sources)
+
+
+def _check_that_nothing_is_said_of_ranks(values: Mapping[str, object], sources: Mapping[str, str]) -> None:
+    """A newcomer learns from the job what ranks and servers there are."""
+    for name in ("rank", "world_size", "servers", "groups", "role", "rendezvous"):
+        if name in values:
+            raise ConfigError(
+                f"option {name} ({sources[name]}) is given, and join ({sources['join']}), too: a process that comes to "
+                "a job that runs gets its rank from the job; leave one of the two out"
+            )
 
 
 def _check_place(options: Options, sources: Mapping[str, str]) -> None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.config import Options
     from penstock.launchers import Launch
 
-__all__ = ["Agreement", "Door", "exchange"]
+__all__ = ["AGREED", "Agreement", "Door", "exchange"]
 
 _log = logging.getLogger("penstock")
 
@@ -124,7 +124,7 @@ def _listed(what: str, numbers: Collection[int]) -> str:
 
 
 # Options that shape what is sent: every rank must have the same.
-_AGREED = (
+AGREED = (
     "world_size",
     "servers",
     "groups",
@@ -306,7 +306,7 @@ class _Leader(_Meeting):
         self.job = job_id.hex()
         self.board.guard(self.job, self._proven)
         opening = {"id": self.job, "scope": self.point.scope, "secret": self.shared.announcement}
-        opening["options"] = {name: getattr(self.options, name) for name in _AGREED}
+        opening["options"] = {name: getattr(self.options, name) for name in AGREED}
         self.own["job"] = seal(self.version, self.secret, self.given, "job", opening)
         self.board.set("job", self.own["job"])
         hosts = {0: host_identity()}
@@ -383,7 +383,7 @@ class _Leader(_Meeting):
     def _admit(self, rank: int, body: dict[str, Any]) -> None:
         """Check what a rank brings. It counts as arrived even if it is refused: it is there to be told."""
         self.nonces[rank] = str(body["nonce"])
-        for name in _AGREED:
+        for name in AGREED:
             mine = getattr(self.options, name)
             if body[name] != mine:
                 raise ConfigError(
@@ -514,7 +514,7 @@ class _Follower(_Meeting):
             if proven is None or not proven.proven or proven.version != self.version:
                 raise self._objection(proven, 0)
             job, scope = str(message.body["id"]), message.body["scope"]
-            there = {name: message.body["options"][name] for name in _AGREED}
+            there = {name: message.body["options"][name] for name in AGREED}
         except PenstockError as error:  # first, as one of them is a ValueError
             return self._disbelieve(message, error)
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -539,7 +539,7 @@ class _Follower(_Meeting):
             self.job = ""
             raise wrong
         if self.options.role == "server":
-            untold = [name for name in _AGREED if self.sources[name] == "default"]
+            untold = [name for name in AGREED if self.sources[name] == "default"]
             self.options = replace(self.options, **{name: there[name] for name in untold})
         if self.job:
             self.board.delete(self._key("arrival", self.rank))  # came too late for rank 0 to clean it up
@@ -549,7 +549,7 @@ class _Follower(_Meeting):
         return job
 
     def _arrive(self, keep: bool) -> None:
-        agreed = {name: getattr(self.options, name) for name in _AGREED}
+        agreed = {name: getattr(self.options, name) for name in AGREED}
         brought = {"nonce": self.nonce, "host": host_identity(), "lanes": self.options.lanes, **agreed}
         self._put("arrival", brought, rank=self.rank, keep=keep)
 

@@ -7,7 +7,8 @@
 - Ranks on several hosts need a secret that was given, unless all were started with ``insecure``: then the secret that
   rank 0 makes lies at the meeting point for everybody to read.
 
-Rank 0 says in its first message which of these it is (the *announcement*); the others act on it.
+Rank 0 says in its first message which of these it is (the *announcement*); the others act on it. The door of a running
+job announces it to newcomers in the same words.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "one_was_given_a_secret",
     "secrets_differ",
     "take",
+    "take_at_door",
 ]
 
 SECRET_BYTES = 32
@@ -44,19 +46,20 @@ class SharedSecret:
     Args:
         options: Of rank 0.
         confidential: Whether only this user can read what is left at the meeting point.
+        made: The secret that rank 0 has made, if it has.
 
     Attributes:
         secret: What proves membership.
         announcement: What rank 0 tells everybody about it.
     """
 
-    def __init__(self, options: Options, confidential: bool) -> None:
+    def __init__(self, options: Options, confidential: bool, made: bytes | None = None) -> None:
         self._directory: str | None = None
         self.announcement: dict[str, object]
         if options.secret is not None:
             self.secret, self.announcement = options.secret, {"given": True}
             return
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.secret = secrets.token_bytes(SECRET_BYTES) if made is None else made
         if confidential or options.insecure:
             self.announcement = {"open": self.secret.hex()}
             return
@@ -108,7 +111,50 @@ def take(announcement: Mapping[str, Any], options: Options, confidential: bool) 
     directory, host = str(announcement["directory"]), str(announcement["host"])
     if host != host_identity():
         raise needs_a_given_secret(options.rank, 0)
-    return _read(directory, options.rank)
+    try:
+        return _read(directory)
+    except (ConfigError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"rank {options.rank} cannot read the secret that rank 0 left in {directory} for processes of its user on "
+            f"this host ({type(error).__name__}: {error}). Ranks of several users, or in containers with directories "
+            f"of their own, need one that is given. {_how()}",
+            rank=options.rank,
+        ) from error
+
+
+def take_at_door(announcement: Mapping[str, Any], options: Options, door: str) -> bytes:
+    """A newcomer's side: the secret of a running job. Whether a member is at that door, its messages must prove.
+
+    Args:
+        announcement: What is said there, unproven.
+        options: Of the newcomer.
+        door: Where, for messages.
+
+    Raises:
+        AuthenticationError: Only one of the two was given a secret.
+        ConfigError: The job made its secret by itself, and this process cannot read it.
+        ValueError, TypeError, KeyError: It is no announcement.
+    """
+    given = announcement.get("given") is True
+    if given != (options.secret is not None):
+        job, process = ("was", "was not") if given else ("was not", "was")
+        raise AuthenticationError(f"the job at {door} {job} given a secret, and this process {process}; {_SAME}")
+    if options.secret is not None:
+        return options.secret
+    if "open" in announcement:
+        if not options.insecure:
+            raise ConfigError(f"the job at {door} was started with insecure=True; set the same for this process")
+        return _parsed(str(announcement["open"]))
+    directory, host = str(announcement["directory"]), str(announcement["host"])
+    try:
+        if host != host_identity():
+            raise ConfigError("it is another host")
+        return _read(directory)
+    except (ConfigError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"the job at {door} made its secret by itself, for processes of its user on its host, and this process "
+            f"cannot read it ({error}). Start the job and this process with one that is given. {_how()}"
+        ) from error
 
 
 def _parsed(text: str) -> bytes:
@@ -118,21 +164,13 @@ def _parsed(text: str) -> bytes:
     return secret
 
 
-def _read(directory: str, rank: int) -> bytes:
+def _read(directory: str) -> bytes:
+    # By descriptor, and only where nobody but this user may write: the name may be a stranger's.
+    board = FileBoard(directory, clean=False, make=False)
     try:
-        # By descriptor, and only where nobody but this user may write: the name may be a stranger's.
-        board = FileBoard(directory, clean=False, make=False)
-        try:
-            return _parsed((board.get(_KEY) or b"").decode())
-        finally:
-            board.close()
-    except (ConfigError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"rank {rank} cannot read the secret that rank 0 left in {directory} for processes of its user on this "
-            f"host ({type(error).__name__}: {error}). Ranks of several users, or in containers with directories of "
-            f"their own, need one that is given. {_how()}",
-            rank=rank,
-        ) from error
+        return _parsed((board.get(_KEY) or b"").decode())
+    finally:
+        board.close()
 
 
 def _how() -> str:

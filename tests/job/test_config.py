@@ -46,6 +46,7 @@ SAMPLES = {
     "pinned_bytes": ("8388608", 8 << 20, "1000"),
     "whole_steps": ("on", True, "41"),
     "elastic": ("yes", True, "maybe"),
+    "join": ("10.0.0.1:5000", "10.0.0.1:5000", "10.0.0.1"),
     "ranks_min": ("2", 2, "0"),
     "observations": ("65536", 65536, "-1"),
     "trace": ("a/directory", "a/directory", " "),

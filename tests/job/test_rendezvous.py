@@ -306,7 +306,7 @@ def test_files_of_an_older_job_are_never_read(tmp_path, monkeypatch, whole, earl
     opening = {"id": stale, "scope": "job", "secret": {"open": "00" * 32}}
     if whole:
         agreed = ps.Options(rank=0, world_size=2)
-        opening["options"] = {name: getattr(agreed, name) for name in rendezvous._AGREED}
+        opening["options"] = {name: getattr(agreed, name) for name in rendezvous.AGREED}
     for key, body in {
         "job": opening,
         f"{stale}/arrival/1": {"nonce": "old"},

@@ -15,7 +15,7 @@
 //! all programs wait for it there, and the epoch ends once more: the newcomer is a member from then on. If it does not come it counts as lost, and
 //! has been whole in nothing.
 
-use crate::limits::RANKS_MAX;
+use crate::limits::{NEWCOMERS_MAX, RANKS_MAX};
 use crate::members::Members;
 use crate::recovery::{self, Report};
 use crate::types::{BookId, Rank, Seq};
@@ -180,7 +180,7 @@ impl MembershipLog {
         let knocks: BTreeSet<Knock> =
             stay.iter().flat_map(|(_, report)| report.knocks.iter().copied()).collect();
         for knock in knocks {
-            if self.announced.iter().all(|one| one.knock != knock) && self.next.0 < RANKS_MAX {
+            if self.announced.iter().all(|one| one.knock != knock) && !self.is_full() {
                 self.announced.push(Announced { knock, rank: self.next, step: None });
                 self.next = Rank(self.next.0 + 1);
             }
@@ -197,6 +197,13 @@ impl MembershipLog {
         let same = self.entries.last().is_some_and(|entry| entry.members == members);
         let step = if same { last } else { step };
         self.entries.push(MembershipEntry { members, step, whole: whole(&stay) });
+    }
+
+    /// Whether no newcomer gets a rank any more.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let began = self.entries.first().and_then(|entry| entry.members.last()).map_or(0, |last| last.0 + 1);
+        self.next.0 >= (began + NEWCOMERS_MAX).min(RANKS_MAX)
     }
 
     /// By epoch.

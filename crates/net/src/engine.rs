@@ -263,9 +263,11 @@ impl Engine {
         self.alive("open_book")?;
         self.inner.shared.check()?;
         let _no_epoch_ends = self.enter_epoch()?;
-        let EngineConfig { size, .. } = self.inner.config;
-        let mut roles = roles.unwrap_or_else(|| Roles::alike(self.inner.workers()));
-        if self.inner.config.elastic {
+        let EngineConfig { size, elastic, .. } = self.inner.config;
+        // Where members change, tensors are cut as for those who began, whoever opens the book when.
+        let alike = || Roles::alike(if elastic { Members::all(size) } else { self.inner.workers() });
+        let mut roles = roles.unwrap_or_else(alike);
+        if elastic {
             check_elastic(name, &tensors)?;
             roles.rules.recoverable = true;
         }
@@ -275,7 +277,10 @@ impl Engine {
                 "{name}: rank {rank} is a member, but there are {size} ranks"
             )));
         }
-        let book = Book::deal(name, layers, tensors, &roles, self.slicing())?;
+        let mut book = Book::deal(name, layers, tensors, &roles, self.slicing())?;
+        if elastic {
+            book = book.among(&self.inner.workers());
+        }
         let mut books = self.inner.books.write();
         let id = BookId::try_from(books.len())
             .ok()

@@ -90,8 +90,16 @@ fn call(engine: &Engine, request: Request) -> Result<(), Stop> {
     let block = (values.as_ptr() as usize, std::mem::size_of_val(values));
     let inputs = if matches!(request, Request::Receive { .. }) { vec![] } else { vec![block] };
     let outputs = if matches!(request, Request::Send { .. }) { vec![] } else { vec![block] };
-    let part =
-        CallPart { group: 0, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
+    let part = CallPart {
+        group: 0,
+        epoch: None,
+        request,
+        op: Op::Sum,
+        dtype: Dtype::F32,
+        inputs,
+        outputs,
+        keep: Box::new(()),
+    };
     // SAFETY: leaked.
     let handle = unsafe { engine.call(part) }?;
     engine.wait_call(&handle, None, &mut give_up())

@@ -19,7 +19,8 @@ fn call(engine: &Engine, group: u16, request: Request, op: Op, values: &mut [f32
         Request::Receive { .. } | Request::Collective(CallKind::Broadcast { .. }) => (Vec::new(), memory),
         _ => (memory.clone(), memory),
     };
-    let part = CallPart { group, request, op, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
+    let part =
+        CallPart { group, epoch: None, request, op, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
     // SAFETY: the values outlive the wait; after a failure the tests leak them.
     let handle = unsafe { engine.call(part) }?;
     engine.wait_call(&handle, None, &mut never)

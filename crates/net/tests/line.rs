@@ -166,8 +166,16 @@ fn sum_in_group_1(engine: &Engine) {
     let memory = vec![(values.as_mut_ptr() as usize, std::mem::size_of_val(&values[..]))];
     let request = Request::Collective(CallKind::Allreduce { algorithm: Algorithm::Store });
     let (inputs, outputs) = (memory.clone(), memory);
-    let part =
-        CallPart { group: 1, request, op: Op::Sum, dtype: Dtype::F32, inputs, outputs, keep: Box::new(()) };
+    let part = CallPart {
+        group: 1,
+        epoch: None,
+        request,
+        op: Op::Sum,
+        dtype: Dtype::F32,
+        inputs,
+        outputs,
+        keep: Box::new(()),
+    };
     let values = std::mem::ManuallyDrop::new(values);
     // SAFETY: released below, or leaked if that fails.
     let handle = unsafe { engine.call(part) }.unwrap();

@@ -70,7 +70,7 @@ impl Call {
 /// Begins a call; the arguments are those of `Engine.call`.
 pub(crate) fn begin(
     engine: &Bound<'_, Engine>,
-    group: GroupId,
+    (group, epoch): (GroupId, Option<u32>),
     (request, rank, tag): (&str, u32, u32),
     algorithm: Option<Algorithm>,
     (op, dtype): (&str, &str),
@@ -87,7 +87,8 @@ pub(crate) fn begin(
         }
         _ => parse_request(request, rank, tag)?,
     };
-    let part = CallPart { group, request, op: parse_op(op)?, dtype, inputs, outputs, keep: Box::new(keep) };
+    let (op, keep) = (parse_op(op)?, Box::new(keep));
+    let part = CallPart { group, epoch, request, op, dtype, inputs, outputs, keep };
     let wrapper = engine.get();
     // SAFETY: `keep` keeps the memory alive, and `penstock.collectives` says who may touch it meanwhile.
     let handle = wrapper.may_wait(engine.py(), || unsafe { native.call(part) })?;

@@ -200,6 +200,10 @@ impl Engine {
         self.engine.epoch()
     }
 
+    fn members(&self) -> Vec<u32> {
+        self.engine.members()
+    }
+
     #[allow(clippy::type_complexity)] // Of each epoch, as the stub says.
     fn membership_log(&self) -> Vec<(Vec<u32>, u64, Vec<(BookId, u32)>)> {
         let log = self.engine.membership_log().into_iter();
@@ -235,11 +239,11 @@ impl Engine {
     ) -> PyResult<bool> {
         let state = JobState::decode(state).map_err(bad_argument)?;
         let limit = seconds("limit_s", limit_s)?;
-        py.detach(|| self.engine.come(state, host, enough, limit)).map_err(raise)
+        waiting(py, |interrupted| self.engine.come(state, host, enough, limit, interrupted))
     }
 
     fn await_newcomers(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        py.detach(|| self.engine.await_newcomers(step)).map_err(raise)
+        waiting(py, |interrupted| self.engine.await_newcomers(step, interrupted))
     }
 
     fn all_gather<'py>(
@@ -612,7 +616,7 @@ impl Engine {
         Ok((algorithm.name(), slices, any_cut))
     }
 
-    #[pyo3(signature = (group, request, rank, tag, op, dtype, inputs, outputs, keep, algorithm=None))]
+    #[pyo3(signature = (group, request, rank, tag, op, dtype, inputs, outputs, keep, algorithm=None, epoch=None))]
     #[allow(clippy::too_many_arguments)]
     fn call(
         slf: &Bound<'_, Self>,
@@ -626,9 +630,18 @@ impl Engine {
         outputs: Vec<AddressRange>,
         keep: Py<PyAny>,
         algorithm: Option<&str>,
+        epoch: Option<u32>,
     ) -> PyResult<Call> {
         let algorithm = algorithm.map(named).transpose()?;
-        call::begin(slf, group, (request, rank, tag), algorithm, (op, dtype), (inputs, outputs), keep)
+        call::begin(
+            slf,
+            (group, epoch),
+            (request, rank, tag),
+            algorithm,
+            (op, dtype),
+            (inputs, outputs),
+            keep,
+        )
     }
 
     fn take_done(&self, py: Python<'_>, patience_s: f64) -> PyResult<Vec<u64>> {

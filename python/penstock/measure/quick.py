@@ -39,14 +39,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.collectives import Future, Group
+from penstock.collectives import GROUPS_OWN, Future, Group
 from penstock.coordinator import Rates
 from penstock.grouping import HOST, members
 from penstock.measure.links import rounds
 
 if TYPE_CHECKING:
     from penstock._native import _Algorithm as Algorithm
-    from penstock.job import Job
+    from penstock.running import Job
 
 __all__ = ["TIMED", "group_rates", "interface_of", "quick_rates", "steps_of", "told_by_all"]
 
@@ -417,6 +417,15 @@ def group_rates(group: Group, calls: int = CALLS, *, one_host: bool = False, hos
     )
 
 
+def _everybody(job: Job) -> Group:
+    """All workers and servers, in the order of the engine's ranks."""
+    ranks = range(job.options.ranks)
+    number = GROUPS_OWN if job.options.servers else 0
+    if number:
+        job.engine.form_group(number, list(ranks))
+    return Group(job.engine, number, ranks, job.options.engine_rank)
+
+
 def quick_rates(job: Job) -> Rates:
     """The rates of all ranks when they start, servers included. Rank 0 logs them, with the interface. All call it.
 
@@ -435,7 +444,7 @@ def quick_rates(job: Job) -> Rates:
         >>> quick_rates(job.current()).bytes_per_s
         117400000.0
     """
-    group = job.everybody
+    group = _everybody(job)
     if group.size < 2:
         return Rates()
     found = group_rates(group, one_host=job.single_host, hosts=job.hosts)

@@ -9,6 +9,8 @@ facts         what it may ask of one
 join          uneven numbers of batches
 sampling      which samples are this rank's
 elastic_sampling  the same where ranks may be lost
+newcomers         where new workers come in, and what they are told
+state_tree        what objects have of state, taken apart
 clipping      what is done to gradients before a step
 checkpoints   of a training, written while it goes on
 model         layers and parameters, patches

@@ -1,7 +1,7 @@
 """Checkpoints of a model with its optimizer, for any way of updating and any number of ranks and servers. No pickle.
 
-What a program's objects have of state is a tree of dictionaries and lists. Its tensors go to a file of safetensors,
-by their place in the tree, and the rest beside them as JSON.
+What a program's objects have of state is taken apart (`penstock.torch.state_tree`). Its tensors go to a file of
+safetensors, by their place in the tree, and the rest beside them as JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.checkpointing import CheckpointWriter, on_first
 from penstock.errors import ConfigError, PeerLost
 from penstock.torch.agreement.arguments import optimizers_in
 from penstock.torch.schemes.residuals import ENTRY
+from penstock.torch.state_tree import check_stateful, described, empty, joined, split
 from penstock.whole_files import has_checkpoints, newest
 
 __all__ = ["Checkpoints"]
@@ -75,6 +76,12 @@ class Checkpoints:
         keep: int = 2,
     ) -> None:
         running = job.current("Checkpoints")
+        if running.membership is not None and running.membership.arriving and running.calls is None:
+            raise ConfigError(
+                f"{_CALLER}: rank {running.rank} is a newcomer; make it after penstock.distribute, on all ranks",
+                rank=running.rank,
+            )
+        self._membership = running.membership
         self._directory = Path(directory)
         self._rank = running.rank
         self._engine, self._gathering = running.engine, running.gathering
@@ -85,10 +92,8 @@ class Checkpoints:
         self._parts: dict[str, Any] = {"model": model}
         for number, one in enumerate(optimizers_in(optimizer)):
             self._parts[f"optimizer {number}"] = one
-        for name, other in (others or {}).items():
-            if not (callable(getattr(other, "state_dict", None)) and callable(getattr(other, "load_state_dict", None))):
-                raise ConfigError(f"{_CALLER}: {name} is a {type(other).__name__}, which has no state to save")
-            self._parts[f"other {name}"] = other
+        check_stateful(_CALLER, others or {})
+        self._parts.update((f"other {name}", other) for name, other in (others or {}).items())
 
     def step(self) -> str | None:
         """Count a step, after all of it; when it is time begin a checkpoint, of which the file is returned.
@@ -110,6 +115,14 @@ class Checkpoints:
         path = self._directory / f"model-{self._writer.calls:010d}.safetensors"
         return self._writer.begin(path, partial(_filled_with, states), self._keep)
 
+    def state_dict(self) -> dict[str, Any]:
+        """How often `step` was called, and what is being written: for `penstock.Newcomers`, and no checkpoint."""
+        return self._writer.standing()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """At a newcomer: count steps as the others do."""
+        self._writer.go_on_from(state)
+
     def finish(self) -> str | None:
         """Wait until the checkpoint that is being written is on the disk; the last one's file is returned.
 
@@ -124,6 +137,9 @@ class Checkpoints:
     def load(self) -> int:
         """Go on from the newest whole checkpoint, if there is one. One rank reads it for all.
 
+        A newcomer of an elastic job has been told where the others are, and loads nothing: give it to
+        `penstock.Newcomers` before.
+
         Returns:
             The number of steps before it, from which `step` counts on; 0 if the directory has no checkpoints.
 
@@ -133,12 +149,14 @@ class Checkpoints:
             Timeout: A rank did not come.
         """
         self._check_running()
+        if self._membership is not None and self._membership.has_just_come:
+            return self._writer.calls
         self._writer.finish()
         told, tensors = self._read_by_one()
         if told is None:
             return 0
         for name, part in self._parts.items():
-            part.load_state_dict(_joined(told["parts"]["tree"][name], tensors))
+            part.load_state_dict(joined(told["parts"]["tree"][name], tensors))
         self._writer.last, self._writer.calls = told["file"], told["number"]
         number: int = told["number"]
         return number
@@ -156,16 +174,16 @@ class Checkpoints:
         told, by = on_first(self._gathering, self._rank, f"{_CALLER}.load", read_it)
         if told is None:
             return None, {}
-        tree, described = told["parts"]["tree"], told["parts"]["tensors"]
+        tree = told["parts"]["tree"]
         if tree.keys() != self._parts.keys():
             raise ConfigError(
                 f"{_CALLER}.load: {told['file']} has {', '.join(tree)}, and this is of {', '.join(self._parts)}"
             )
         members = job.current("Checkpoints").members
         try:
-            for name, (dtype, shape) in described.items():
+            for name, (dtype, shape) in told["parts"]["tensors"].items():
                 if self._rank != by:
-                    read[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+                    read[name] = empty(dtype, shape)
                 if read[name].numel():
                     collectives.broadcast(read[name].reshape(-1).view(torch.uint8), root=members.index(by))
         except PeerLost:
@@ -175,7 +193,9 @@ class Checkpoints:
         return told, read
 
     def _check_running(self) -> None:
-        if job.current("Checkpoints").engine is not self._engine:
+        running = job.current("Checkpoints")
+        running.check_that_it_takes_part("Checkpoints")
+        if running.engine is not self._engine:
             raise ConfigError(f"{_CALLER}: these belong to a job that is over; make others")
 
 
@@ -184,44 +204,9 @@ def _filled_with(states: Mapping[str, Any]) -> Callable[[str], object]:
     save = _library().save_file
     tensors: dict[str, Tensor] = {}
     seen: dict[tuple[Any, ...], str] = {}  # where the model has one tensor in several places, one is written
-    tree = {name: _split(name, state, tensors, seen) for name, state in states.items()}
+    tree = {name: split(_CALLER, name, state, tensors, seen) for name, state in states.items()}
     metadata = {"penstock": json.dumps({"format": FORMAT, "tree": tree})}
     return lambda name: save(tensors, name, metadata=metadata)
-
-
-def _split(place: str, value: Any, tensors: dict[str, Tensor], seen: dict[tuple[Any, ...], str]) -> Any:
-    """A state as JSON has it, with names of tensors in their places, of which ``tensors`` gets copies."""
-    if isinstance(value, Tensor):
-        memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        if memory not in seen or not value.numel():
-            name = place if place not in tensors else f"{place}#{len(tensors)}"
-            tensors[name] = value.detach().to("cpu").clone(memory_format=torch.contiguous_format)
-            seen[memory] = name
-        return {"tensor": seen[memory]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_split(f"{place}/{index}", one, tensors, seen) for index, one in enumerate(value)]}
-    if isinstance(value, Mapping) and all(isinstance(key, (int, str)) for key in value):
-        return {"dict": [[key, _split(f"{place}/{key}", one, tensors, seen)] for key, one in value.items()]}
-    raise ConfigError(
-        f"{_CALLER}: {place} is a {type(value).__name__}, and only tensors, numbers, strings, lists and dictionaries "
-        "of them are saved"
-    )
-
-
-def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `_split` has taken apart."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _joined(one, tensors) for key, one in content}
-    several = [_joined(one, tensors) for one in content]
-    return tuple(several) if kind == "tuple" else several
 
 
 def _read(file: Path, into: dict[str, Tensor]) -> dict[str, Any]:
@@ -239,8 +224,7 @@ def _read(file: Path, into: dict[str, Tensor]) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{_CALLER}.load: {file} cannot be read: {error}") from error
-    described = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in into.items()}
-    return {"tree": rest["tree"], "tensors": described}
+    return {"tree": rest["tree"], "tensors": described(into)}
 
 
 def _library() -> Any:

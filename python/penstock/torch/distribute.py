@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
 from penstock import job
+from penstock.ending import described
 from penstock.errors import ConfigError
+from penstock.starting import arrive
 from penstock.torch.agreement.arguments import check_model, optimizers_in
 from penstock.torch.agreement.devices import device_of
 from penstock.torch.alone import distribute_alone
-from penstock.torch.distributed import set_up
+from penstock.torch.distributed import Distributed, set_up
 from penstock.torch.model.enrolment import enroll
+from penstock.torch.newcomers import Telling
 from penstock.torch.schemes.survey import Schemes
 from penstock.torch.updates.kinds import AT_OWNERS, Mode, WhoUpdates, kind_of
+
+if TYPE_CHECKING:
+    from penstock.job import Job
 
 __all__ = ["distribute"]
 
@@ -73,7 +79,8 @@ def distribute(
     ``optimizer.step`` and forward. ``step`` may return before the averages are in; a layer's update is applied when
     they are, at the latest before anything reads its parameters. Call this after the model is on its device and of its
     type, once per parameter. Hyperparameters and the optimizer's state are not copied: set or load them on every rank
-    alike. From here on `nn.SyncBatchNorm` layers normalise over the samples of all ranks.
+    alike. A newcomer of an elastic job (option ``join``) waits here until the others let it in, and gets what they
+    have, the optimizer's state, too. From here on `nn.SyncBatchNorm` layers normalise over the samples of all ranks.
 
     ``step`` applies what ``.grad`` holds, as in torch: averages of what backward computes, and as it is what the
     program sets by hand (from `torch.autograd.grad`, or a sum of its own). A rank that makes a step without a backward
@@ -165,15 +172,40 @@ def distribute(
             model, inner, optimizers, schemes, running.engine, at_owners=at_owners, whole_steps=whole_steps
         )
         return model, optimizer
-    set_up(
-        running,
-        model,
-        optimizers,
-        running.options,
-        broadcast_buffers=broadcast_buffers,
-        schemes=schemes,
-        update=kind,
-        staleness=staleness,
-    )
+
+    def set_up_here(told: Mapping[str, Any] | None) -> Distributed:
+        return set_up(
+            running,
+            model,
+            optimizers,
+            running.options,
+            broadcast_buffers=broadcast_buffers,
+            schemes=schemes,
+            update=kind,
+            staleness=staleness,
+            told=told,
+        )
+
+    if running.membership is not None and running.membership.lets_in:
+        raise ConfigError(
+            "penstock.distribute: this job has a penstock.Newcomers already, which tells newcomers of the models "
+            "before it; distribute all models first",
+            rank=running.rank,
+        )
+    if running.membership is not None and running.membership.arriving:
+        _distribute_at_newcomer(running, set_up_here)
+    else:
+        set_up_here(None)
     enroll(inner, running.engine)
     return model, optimizer
+
+
+def _distribute_at_newcomer(running: Job, set_up_here: Callable[[Mapping[str, Any]], Distributed]) -> None:
+    """Take part from now on, with what the others have. They wait meanwhile, and not for one that has failed."""
+    try:
+        arrive(running)
+        telling = Telling(running, "penstock.distribute", None)
+        set_up_here(telling.hear()).take_over(telling.bring())
+    except BaseException as error:
+        running.abort(described(error))
+        raise

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock import job
 from penstock.control import Servers
 from penstock.coordinator import Cluster, Rates
 from penstock.errors import ConfigError
+from penstock.gathering import AllRanks, Minutes, ReadMinutes
 from penstock.torch.agreement.arguments import check_origins, check_parameters, origin_of
 from penstock.torch.agreement.batchnorm import SyncedNorms
 from penstock.torch.agreement.copies import BufferCopy, CopyBooks
@@ -28,6 +30,7 @@ from penstock.torch.model import patches
 from penstock.torch.model.enrolment import distributed_name, distributed_twice
 from penstock.torch.model.layers import Layer, Slot, describe
 from penstock.torch.model.pre_hooks import register_first
+from penstock.torch.newcomers import Telling
 from penstock.torch.reads.safety import (
     Watch,
     claim,
@@ -43,6 +46,7 @@ from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.release.one_model import ModelEnding
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.survey import Schemes
+from penstock.torch.state_tree import split
 from penstock.torch.updates.asynchronous import AsyncUpdates, check_norms
 from penstock.torch.updates.kept_pieces import kept_book
 from penstock.torch.updates.kinds import AT_OWNERS, UpdateKind
@@ -53,6 +57,7 @@ from penstock.tracing.moments import FORWARD, NO_LAYER, coded, moments_of
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
+    from penstock.gathering import Agreeing
     from penstock.job import Job
     from penstock.members import Membership
 
@@ -72,6 +77,7 @@ class Distributed:
 
     Args:
         engine: The engine of this job.
+        agreeing: How ranks agree on it.
         rank: This rank.
         model: The model, not a wrapper of torch.compile.
         optimizers: Its optimizers, none or several.
@@ -86,6 +92,7 @@ class Distributed:
         staleness: As in `distribute`.
         device: The accelerator that the model is on, if it is on one.
         membership: Who is left, of an elastic job.
+        told: At a newcomer, what the others say of theirs.
 
     Attributes:
         schemes: How its layers are synchronised.
@@ -97,6 +104,7 @@ class Distributed:
     def __init__(
         self,
         engine: Engine,
+        agreeing: Agreeing,
         rank: int,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
@@ -112,11 +120,12 @@ class Distributed:
         staleness: int | None = None,
         device: torch.device | None = None,
         membership: Membership | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         asynchronous = update == AsyncUpdates.option
         self.staleness = staleness
         self.membership = membership
-        self.engine = engine
+        self.engine, self._agreeing = engine, agreeing
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
         self.model = model
         self.key = next(_keys)
@@ -135,11 +144,15 @@ class Distributed:
         self.name = name = f"model{next_number(engine)}"
         self.copies = CopyBooks(engine, name)
         self.named = [*model.named_parameters(), *model.named_buffers()]
-        self.copies.copy("parameters", self.named, source=rank == 0, step=0)
+        if told is None:
+            self.copies.copy("parameters", self.named, source=rank == 0, step=0)
+        else:
+            self.copies.open("parameters", self.named)
         self.buffers = self._buffer_copy(rank, device, options) if broadcast_buffers else None
         self.synchronous: str | None = compiled_outside(model)
         agreed = AgreedSchemes(
             engine,
+            agreeing,
             model,
             model if given is None else given,
             self.layers,
@@ -158,6 +171,8 @@ class Distributed:
         cluster = self._cluster(hosts)
         agreed.choose_collectives(name, cluster, options, rates)
         self.gradients = self._open_gradients(rank, agreed, update, device, options)
+        if told is not None:
+            self.gradients.go_on_from(told["step"], told["backwards"])
         residuals.check_optimizers(optimizers, self.gradients.lossy)
         residuals.attach(optimizers, self.gradients.lossy, rank, ranks)
         self.schemes = LayerSchemes(name, model, agreed, self.gradients, cluster, options, rates)
@@ -179,16 +194,24 @@ class Distributed:
             every=every,
             names=membership is None,
         )
-        if asynchronous:
+        if told is not None:
+            self.drift.go_on_from(told["buffers"])
+            self.drift.compare_at(told["step"])
+        if asynchronous or membership is not None:
             self.schemes.choice.rest()
         if not self.updates:  # each backward is a step
             self.gradients.begin_step = self.drift.before_step
             self.gradients.end_step = self._copy_buffers
         self.uneven = False  # ranks that have no batch left go along
         self._step_is_new = False  # no forward since the last step
+        self._told_groups: list[list[dict[str, Any]]] = []  # at a newcomer, hyperparameters of its optimizers
         self._at_start: list[Layer] = []
-        self.norms = SyncedNorms(self.gradients, model, name, self.is_live)
+        self.norms = SyncedNorms(self.gradients, model, name, self.is_live, agreeing)
         self._attach()
+        if membership is not None:
+            membership.takes(self)
+            if told is not None and not membership.counts:
+                membership.count(membership.steps, self.gradients.id)
 
     def _check_that_ranks_have_it(self, optimizers: Sequence[Optimizer], arguments: Mapping[str, object]) -> None:
         """The same model, which is distributed for the first time, and optimizers of its own. Collective.
@@ -204,8 +227,8 @@ class Distributed:
         for optimizer in optimizers:
             self.check_optimizer(optimizer)
         self._tensors = fingerprint(self.model, optimizers, self.slots, arguments)
-        check_same_model(self.engine.all_gather("penstock.distribute", self._tensors))
-        origins = self.engine.all_gather("penstock.distribute", origin_of(self.model))
+        check_same_model(self._agreeing.all_gather("penstock.distribute", self._tensors))
+        origins = self._agreeing.all_gather("penstock.distribute", origin_of(self.model))
         if any(other._tensors == self._tensors for other in models_of(self.engine)):
             check_origins(origins)
 
@@ -319,6 +342,13 @@ class Distributed:
 
     def before_step(self) -> None:
         """Nothing of the previous step may be outstanding when the next begins."""
+        if self.membership is not None and self.membership.arriving:
+            raise ConfigError(
+                f"penstock: rank {self.gradients.rank} is a newcomer: before its first step it must call "
+                "penstock.Newcomers, as the others did",
+                rank=self.gradients.rank,
+                step=self.gradients.step,
+            )
         if self.buffers is not None:
             self.buffers.finish()
         if not self.uneven:
@@ -353,6 +383,73 @@ class Distributed:
         if self.membership is not None and self.moments.counting in (None, self.gradients.id):
             # Rounds, of which several optimizers of the model have one together.
             self.membership.look(self.gradients.closed, self.gradients.id)
+
+    # Newcomers
+
+    def rest(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+        self.finish()
+        self.gradients.finish(self.slots)
+        self.drift.conclude()
+
+    def tell_newcomers(self, members: tuple[int, ...], came: tuple[int, ...]) -> None:
+        """See `penstock.members.ElasticPart`."""
+        telling = Telling(job.current("distribute"), "penstock.distribute", self._tell, came)
+        telling.hear()
+        telling.bring()
+        self.drift.compare_at(self.gradients.step)
+
+    def _tell(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        minutes = [[b64encode(blob).decode() for blob in blobs] for blobs in self._minutes()]
+        said = {
+            "minutes": minutes,
+            "step": self.gradients.step,
+            "backwards": self.gradients.closed,
+            "buffers": self.drift.first,
+        }
+        optimizers = [updates.optimizer.state_dict() for updates in self.updates]
+        for state in optimizers:
+            state.pop(residuals.ENTRY, None)
+        return said, {"tensors": [*self._tensors_of_model()], "optimizers": optimizers}
+
+    def _minutes(self) -> list[list[bytes]]:
+        agreeing = self._agreeing
+        assert isinstance(agreeing, (Minutes, ReadMinutes))  # the job is elastic
+        return agreeing.said
+
+    def _tensors_of_model(self) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+
+    def check(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+        split("penstock.distribute", self.name, self._tell()[1], {}, {}, copy=False)
+
+    def has_been_told(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+        # Schedulers that the program has made meanwhile have set what they begin with.
+        for updates, groups in zip(self.updates, self._told_groups, strict=True):
+            for group, told in zip(updates.optimizer.param_groups, groups, strict=True):
+                for name, value in told.items():
+                    if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                        group[name].copy_(value)  # who follows it has this very tensor
+                    elif name != "params":
+                        group[name] = value
+
+    @torch.no_grad()
+    def take_over(self, states: Mapping[str, Any]) -> None:
+        """At a newcomer: what the others have, once the model is set up."""
+        for own, theirs in zip(self._tensors_of_model(), states["tensors"], strict=True):
+            own.copy_(theirs)
+        if len(states["optimizers"]) != len(self.updates):
+            raise ConfigError(
+                f"penstock.distribute: {self.name} is updated by {len(states['optimizers'])} optimizers, and at this "
+                f"newcomer by {len(self.updates)}: give penstock.distribute all of them, on every rank",
+                rank=self.gradients.rank,
+            )
+        for updates, state in zip(self.updates, states["optimizers"], strict=True):
+            updates.optimizer.load_state_dict(state)
+        self._told_groups = [state["param_groups"] for state in states["optimizers"]]
 
     def end_observation(self) -> None:
         """The first step is made: what was seen until now says who reads which parameter."""
@@ -480,6 +577,7 @@ def set_up(
     schemes: Schemes | str | None = None,
     update: UpdateKind = "workers",
     staleness: int | None = None,
+    told: Mapping[str, Any] | None = None,
 ) -> Distributed:
     """Make a model of this job a distributed one, which its hooks keep. Collective; see `distribute`.
 
@@ -492,6 +590,7 @@ def set_up(
         schemes: As in `distribute`.
         update: As in `Distributed`.
         staleness: As in `distribute`.
+        told: At a newcomer, what the others say of theirs.
     """
     inner: nn.Module = getattr(given, "_orig_mod", given)
     device = device_of(inner)
@@ -499,6 +598,7 @@ def set_up(
     try:
         return Distributed(
             running.engine,
+            _agreeing(running, told),
             running.rank,
             inner,
             optimizers,
@@ -513,12 +613,19 @@ def set_up(
             staleness=staleness,
             device=device,
             membership=running.membership,
+            told=told,
         )
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):
             patches.unpatch(inner)
             residuals.detach(optimizers)
         raise
+
+
+def _agreeing(running: Job, told: Mapping[str, Any] | None) -> Agreeing:
+    if told is not None:
+        return ReadMinutes([[b64decode(blob) for blob in blobs] for blobs in told["minutes"]], running.rank)
+    return AllRanks(running.engine) if running.membership is None else Minutes(running.engine)
 
 
 def let_go_of(distributed: Distributed) -> None:

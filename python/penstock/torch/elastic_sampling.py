@@ -7,9 +7,10 @@ in no whole step go back to the end of the queue.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ class Deal:
         """Of each lost rank: in so many steps it has been whole."""
         self.number = 0
         """Of the next batch."""
+        self.is_over = False
+        self._came_at = 0
+        """The last step in which newcomers came; what was left then, and what was dealt before."""
+        self._left_then: list[int] = []
+        self._dealt_then: dict[int, list[tuple[int, list[int]]]] = {}
+        if before is not None and before._came_at == step_of(0):
+            self._note_newcomers(step_of(0))  # the last pass had asked for one batch more
 
     def left(self, members: int) -> int:
         """How many batches are left for each of so many members, if nobody is lost."""
@@ -67,14 +75,15 @@ class Deal:
         Args:
             log: All epochs of members that count from the batch's step or an earlier one, and maybe later ones.
         """
-        step = self._step_of(self.number)
-        while self.taken_up < len(log) and log[self.taken_up].step <= step:
-            self._take_up(log[self.taken_up - 1], log[self.taken_up])
-            self.taken_up += 1
+        step, known = self._step_of(self.number), {*log[self.taken_up - 1].members}
+        self.take_up_until(step, log)
         members = log[self.taken_up - 1].members
+        if {*members} - known:
+            self._note_newcomers(step)
         wanted = self._batch_size * len(members)
         rest = len(self._queue)
         if rest == 0 or (rest < wanted and self._drop_last):
+            self.is_over = True
             return None
         samples = [self._queue.popleft() for _ in range(min(wanted, rest))]
         size, more = divmod(len(samples), len(members))
@@ -88,6 +97,48 @@ class Deal:
             at += count
         self.number += 1
         return batches
+
+    def take_up_until(self, step: int, log: Sequence[MembershipEpoch]) -> None:
+        """Take up members that count from this step or an earlier one."""
+        while self.taken_up < len(log) and log[self.taken_up].step <= step:
+            self._take_up(log[self.taken_up - 1], log[self.taken_up])
+            self.taken_up += 1
+
+    def goes_on_at(self, step: int) -> bool:
+        """Whether this step is in the pass, which may be dealt to its end by now."""
+        return not self.is_over or self._step_of(self.number) > step
+
+    def _note_newcomers(self, step: int) -> None:
+        self._came_at, self._left_then = step, [*self._queue]
+        self._dealt_then = {rank: [*batches] for rank, batches in self._dealt.items()}
+
+    def left_for(self, step: int, log: Sequence[MembershipEpoch]) -> list[int]:
+        """What newcomers who count from this step find in the queue, though some of it may be dealt to all by now."""
+        return self._left_then if self._came_at == step else [*self._queue, *self.coming_back(step, log)]
+
+    def coming_back(self, step: int, log: Sequence[MembershipEpoch]) -> list[int]:
+        """What goes back to the queue when members that count from this step, or an earlier one, are taken up."""
+        return [*self._as_of(step, log)._queue]
+
+    def _as_of(self, step: int, log: Sequence[MembershipEpoch]) -> Deal:
+        """With nothing but what comes back until then."""
+        later = copy.deepcopy(self)
+        later._queue.clear()
+        later.take_up_until(step, log)
+        return later
+
+    def dealt_before(self, step: int, log: Sequence[MembershipEpoch]) -> dict[int, list[list[Any]]]:
+        """By rank what was dealt before this step, and may go back when members of later steps are taken up."""
+        least = min((entry.whole_steps for entry in log if entry.step > step), default=step)
+        found = {}
+        for rank, batches in (self._dealt_then if self._came_at == step else self._as_of(step, log)._dealt).items():
+            found[rank] = [[at, samples] for at, samples in batches if least < at < step]
+        return {rank: batches for rank, batches in found.items() if batches}
+
+    def knows(self, dealt: Mapping[int, Sequence[Sequence[Any]]]) -> None:
+        """At a newcomer: what `dealt_before` says."""
+        for rank, batches in dealt.items():
+            self._dealt[rank] = [(at, [*samples]) for at, samples in batches]
 
     def _take_up(self, before: MembershipEpoch, after: MembershipEpoch) -> None:
         """What lost ranks had of steps that are not whole goes back; of those lost earlier, too, if less is whole now.
@@ -158,7 +209,8 @@ class ElasticSampler(Sampler[list[int]]):
         batches_per_step: So many batches make one step, where a program accumulates gradients.
 
     Raises:
-        ConfigError: Before `init`, the dataset has no length, or a number is below 1.
+        ConfigError: Before `init`, the dataset has no length, or a number is below 1. When it is used: this rank is a
+            newcomer, and the sampler was not given to `penstock.Newcomers`.
 
     Example:
         >>> sampler = ps.ElasticSampler(dataset, batch_size=32)
@@ -189,6 +241,7 @@ class ElasticSampler(Sampler[list[int]]):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"penstock.ElasticSampler: {name} is {number!r}; it must be a whole number from 1")
         self._membership = running.membership
+        self._lacks_state = running.membership is not None and running.membership.has_just_come
         self._rank = running.rank
         self._all = MembershipEpoch(tuple(range(running.world_size)), 1, 0)
         self._length = len(dataset)
@@ -200,8 +253,14 @@ class ElasticSampler(Sampler[list[int]]):
         self._epoch = 0
         self._given: list[int] | None = None  # what the next pass is to deal, of one that was loaded
         self._more: list[int] = []  # what it is to deal besides
+        self._dealt: Mapping[int, Sequence[Sequence[Any]]] = {}  # at a newcomer, what may come back to the queue
         self._deal: Deal | None = None
         self._deals_epoch: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The pass that is under way, or comes next."""
+        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; call it before each, alike on all ranks."""
@@ -216,8 +275,15 @@ class ElasticSampler(Sampler[list[int]]):
         return deal.left(members)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._lacks_state:
+            raise ConfigError(
+                "penstock.ElasticSampler: this rank is a newcomer, and does not know which samples were dealt before. "
+                "Give the sampler to penstock.Newcomers, on all ranks",
+                rank=self._rank,
+            )
         order, self._given = self._order() if self._given is None else self._given, None
-        order, self._more = [*order, *self._more], []
+        if order:  # of a pass that was over already nothing is dealt
+            order, self._more = [*order, *self._more], []
         made = 0 if self._membership is None else self._membership.steps
 
         def step_of(number: int) -> int:
@@ -228,6 +294,8 @@ class ElasticSampler(Sampler[list[int]]):
             before.forget(made - 3)  # averages of the last steps may not be in
         first = 1 if before is None else before.taken_up
         self._deal = deal = Deal(order, self._batch_size, self._drop_last, step_of, first, before)
+        deal.knows(self._dealt)
+        self._dealt = {}
         self._deals_epoch = self._epoch
         while True:
             if self._membership is not None:
@@ -261,12 +329,29 @@ class ElasticSampler(Sampler[list[int]]):
             more = [*more, *self._deal.dealt_in_vain(made, self._log())]
         return {"epoch": self._epoch, "unused": unused, "more": more}
 
+    def state_dict_as_of(self, step: int) -> dict[str, Any]:
+        """The state for a newcomer who takes part from this step on: with it the newcomer deals as the others do.
+
+        `penstock.Newcomers` asks for it.
+        """
+        deal, log = self._deal, self._log()
+        if deal is None:
+            return {"epoch": self._epoch, "unused": self._given, "more": self._more}
+        state = {"epoch": self._epoch, "more": self._more, "dealt": deal.dealt_before(step, log)}
+        if self._deals_epoch == self._epoch and deal.goes_on_at(step):
+            return {**state, "unused": deal.left_for(step, log)}
+        # Between two passes: what comes back does so in the next one.
+        given = self._given if self._deals_epoch != self._epoch else []
+        return {**state, "unused": given, "more": [*self._more, *deal.coming_back(step, log)]}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on where another one was, whoever were its members.
 
         `set_epoch` with that pass's number changes nothing; with another number it begins that one.
         """
+        self._lacks_state = False
         self._epoch = state["epoch"]
         self._given = None if state["unused"] is None else [*state["unused"]]
         self._more = [*state.get("more", ())]
+        self._dealt = state.get("dealt", {})
         self._deal, self._deals_epoch = None, None

@@ -17,6 +17,7 @@ from penstock.torch.local.diloco import DiLoCo
 from penstock.torch.local.elastic import ElasticAveraging
 from penstock.torch.local.local_sgd import LocalSGD
 from penstock.torch.local.local_steps import LocalUpdates
+from penstock.torch.newcomers import Newcomers
 from penstock.torch.release.of_job import Models
 from penstock.torch.sampling import sampler
 
@@ -27,6 +28,7 @@ __all__ = [
     "ElasticSampler",
     "GradScaler",
     "LocalSGD",
+    "Newcomers",
     "clip_grad_norm_",
     "coordinator_of",
     "distribute",

@@ -26,6 +26,8 @@ pub type AddressRange = (usize, usize);
 pub struct CallPart {
     /// The group, which this rank is a member of; 0 is all workers.
     pub group: GroupId,
+    /// The epoch of the job in which it is made, if it is of no use in another one.
+    pub epoch: Option<u32>,
     /// What is to be done.
     pub request: Request,
     /// For sums.
@@ -199,8 +201,11 @@ impl Engine {
         self.alive("a call")?;
         self.inner.shared.check()?;
         let _no_epoch_ends = self.enter_epoch()?;
-        let (me, ranks) = self.inner.agreed.lock().place(part.group)?;
-        let CallPart { group, request, op, dtype, inputs, outputs, keep } = part;
+        let CallPart { group, epoch, request, op, dtype, inputs, outputs, keep } = part;
+        if epoch.is_some_and(|epoch| epoch != self.epoch()) {
+            return Err(self.members_changed(format_args!("a call of epoch {}", epoch.unwrap_or_default())));
+        }
+        let (me, ranks) = self.inner.agreed.lock().place(group)?;
         let lens = |blocks: &[AddressRange]| blocks.iter().map(|(_, len)| *len as u64).collect();
         let shape = Shape {
             kind: request.kind(),

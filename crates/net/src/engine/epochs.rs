@@ -7,12 +7,13 @@ use super::start_end::resolve;
 use super::{Engine, EngineConfig, Inner};
 use crate::admission::Listeners;
 use crate::council::{CouncilConfig, CouncilHandle, CouncilWord};
-use crate::failure::Failure;
+use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Recovering};
 use crate::shared::{OpenBook, Shared, State, ns};
 use parking_lot::RwLockReadGuard;
 use penstock_core::agreement::{self, NextMembers};
 use penstock_core::life::WaitKind;
+use penstock_core::limits::NEWCOMERS_MAX;
 use penstock_core::membership::{Announced, JobState, Knock, MemberReport, MembershipEntry, MembershipLog};
 use penstock_core::recovery::{Report, ResultGiven, decode_plan, recovery};
 use penstock_core::{Members, Rank, TensorId};
@@ -24,6 +25,8 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+/// How long programs that stand where a newcomer is to come wait for its word that it is there.
+const NEWCOMER_SAYS: Duration = Duration::from_secs(1);
 /// Tells the connections of the council from those of lanes.
 const COUNCIL: u32 = u32::MAX;
 
@@ -163,6 +166,11 @@ impl Engine {
         if epochs.log.as_ref().is_some_and(|log| log.announced().iter().any(|one| one.knock == knock)) {
             return Ok(()); // it has a rank
         }
+        if epochs.log.as_ref().is_some_and(MembershipLog::is_full) {
+            return Err(Failure::config(format!(
+                "knock: {NEWCOMERS_MAX} newcomers have had ranks, and there are no more; begin the job anew"
+            )));
+        }
         epochs.knocks.insert(knock);
         drop(epochs);
         council.end_epoch(self.epoch(), Vec::new(), "a newcomer has asked".into());
@@ -193,19 +201,22 @@ impl Engine {
     /// and whether it is one; others are to reach it at `host`.
     ///
     /// # Errors
-    /// `Config` if this rank is none that is announced; `PeerLost` if the others go on without it.
+    /// `Config` if this rank is none that is announced; `PeerLost` if the others go on without it; [`Stop::Interrupted`].
     pub fn come(
         &self,
         state: JobState,
         host: &str,
         enough: Option<u32>,
         limit: Duration,
-    ) -> Result<bool, Failure> {
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<bool, Stop> {
         self.alive("come")?;
         let me = Rank(self.inner.config.rank);
         let JobState { members, log, mut councils } = state;
         if members.contains(me) || !log.announced().iter().any(|one| one.rank == me) {
-            return Err(Failure::config(format!("come: rank {me} is none that has asked to take part")));
+            return Err(
+                Failure::config(format!("come: rank {me} is none that has asked to take part")).into()
+            );
         }
         let broken = |error: io::Error| Failure::config(format!("lanes cannot be listened for: {error}"));
         let (lanes, port) =
@@ -225,20 +236,21 @@ impl Engine {
         let Some(council) = council else {
             return Err(Failure::config(
                 "come: this rank has a council already, or is not of an elastic job",
-            ));
+            )
+            .into());
         };
         *self.inner.members.write() = Arc::new(members.clone());
         self.inner.shared.hold();
         self.begin_council(council, members, &councils, enough, Some(report.encode()))?;
-        self.await_epoch(limit, |shared| !shared.is_frozen())
+        self.await_epoch(limit, interrupted, |shared| !shared.is_frozen())
     }
 
     /// The program is about to begin this step, with nothing under way: waits for newcomers that count from it, until they have come, or it is
     /// agreed that they do not.
     ///
     /// # Errors
-    /// As of every wait for the next epoch.
-    pub fn await_newcomers(&self, step: u64) -> Result<(), Failure> {
+    /// As of every wait for the next epoch; [`Stop::Interrupted`].
+    pub fn await_newcomers(&self, step: u64, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
         loop {
             let guard = self.enter_epoch()?;
             let epoch = self.epoch();
@@ -252,16 +264,29 @@ impl Engine {
             let Some(council) = self.inner.shared.council().filter(|_| !awaited.is_empty()) else {
                 return Ok(());
             };
+            let over = |shared: &Shared| shared.epoch() != epoch;
+            // They say in each epoch anew that they are there, and hear of it later than this rank.
+            let heard = |shared: &Shared| {
+                over(shared) || awaited.iter().all(|rank| self.inner.epochs.lock().heard.contains(rank))
+            };
+            if self.await_epoch(NEWCOMER_SAYS, interrupted, heard)? && over(&self.inner.shared) {
+                continue;
+            }
             council.ready(epoch, awaited);
-            if !self.await_epoch(self.inner.config.operation_timeout, |shared| shared.epoch() != epoch)? {
+            if !self.await_epoch(self.inner.config.operation_timeout, interrupted, over)? {
                 council.overdue(epoch);
-                self.await_epoch(self.longest(), |shared| shared.epoch() != epoch)?;
+                self.await_epoch(self.longest(), interrupted, over)?;
             }
         }
     }
 
     /// Waits so long; whether it came. By a clock of its own: of the engine's waits none is over while members agree.
-    fn await_epoch(&self, limit: Duration, came: impl Fn(&Shared) -> bool) -> Result<bool, Failure> {
+    fn await_epoch(
+        &self,
+        limit: Duration,
+        interrupted: &mut dyn FnMut() -> bool,
+        came: impl Fn(&Shared) -> bool,
+    ) -> Result<bool, Stop> {
         let shared = &self.inner.shared;
         let deadline = Instant::now() + limit;
         let mut wait = shared.begin_wait(WaitKind::Look, limit);
@@ -269,11 +294,7 @@ impl Engine {
             let came = came(shared);
             (came || Instant::now() >= deadline).then_some(came)
         };
-        let waited = shared.wait(&mut wait, &mut || false, over).map_err(|stop| match stop {
-            crate::failure::Stop::Failed(failure) => *failure,
-            crate::failure::Stop::Interrupted => Failure::config("interrupted"),
-        })?;
-        Ok(waited.came().unwrap_or(false))
+        Ok(shared.wait(&mut wait, interrupted, over)?.came().unwrap_or(false))
     }
 
     fn longest(&self) -> Duration {
@@ -331,7 +352,11 @@ impl Engine {
             return Ok(());
         }
         // The council gives up earlier.
-        let came = self.await_epoch(self.longest(), |shared| !shared.is_frozen())?;
+        let came = self.await_epoch(self.longest(), &mut || false, |shared| !shared.is_frozen());
+        let came = came.map_err(|stop| match stop {
+            Stop::Failed(failure) => *failure,
+            Stop::Interrupted => Failure::config("interrupted"),
+        })?;
         came.then_some(())
             .ok_or_else(|| Failure::config("an epoch neither ends nor fails, which is a bug in Penstock"))
     }
@@ -345,6 +370,7 @@ impl Inner {
             CouncilWord::Chosen(choice) => self.begin(&choice),
             CouncilWord::Heard(newcomers) => {
                 self.epochs.lock().heard = newcomers;
+                self.shared.update(|_| ());
                 self.let_newcomers_in();
                 Ok(())
             }
@@ -519,7 +545,8 @@ impl Inner {
         if let Some(log) = &mut epochs.log {
             log.begin(reports, &choice.ranks, choice.admits);
             epochs.heard.clear(); // they say so again
-            epochs.knocks.retain(|knock| !log.announced().iter().any(|one| one.knock == *knock));
+            let full = log.is_full();
+            epochs.knocks.retain(|knock| !full && !log.announced().iter().any(|one| one.knock == *knock));
         }
         epochs.addresses.clone()
     }

@@ -30,6 +30,7 @@ from penstock.torch.release.failure import tells_what_is_whole
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.gathering import Agreeing
 
 __all__ = ["SyncedNorms", "check_synced_norms"]
 
@@ -84,7 +85,9 @@ class SyncedNorms:
         ModelMismatch: Ranks have different layers of this kind.
     """
 
-    def __init__(self, gradients: ModelGradients, model: nn.Module, name: str, is_live: Callable[[], bool]) -> None:
+    def __init__(
+        self, gradients: ModelGradients, model: nn.Module, name: str, is_live: Callable[[], bool], agreeing: Agreeing
+    ) -> None:
         self.engine = engine = gradients.engine
         self.is_live = is_live
         self._gradients = gradients
@@ -92,7 +95,7 @@ class SyncedNorms:
         self._model = model
         check_synced_norms(model, engine.report()["size"])
         self._ours = dict(_layers(model))
-        _check_same(engine, self._ours)
+        _check_same(agreeing, self._ours)
         self.book: int | None = None
         if not self._ours:
             return
@@ -257,10 +260,10 @@ def _is_ours(forward: Any) -> bool:
     return getattr(getattr(forward, "__func__", forward), "_penstock", False)
 
 
-def _check_same(engine: Engine, ours: dict[str, nn.SyncBatchNorm]) -> None:
+def _check_same(agreeing: Agreeing, ours: dict[str, nn.SyncBatchNorm]) -> None:
     """All ranks have the same layers of this kind; parameters and buffers do not tell them from a plain batch norm."""
     described = [[layer, module.num_features] for layer, module in ours.items()]
-    blobs = engine.all_gather("penstock.distribute", json.dumps(described).encode())
+    blobs = agreeing.all_gather("penstock.distribute", json.dumps(described).encode())
     for rank, blob in enumerate(blobs):
         if blob != blobs[0]:
             here, there = ({layer for layer, _ in json.loads(one)} for one in (blobs[0], blob))

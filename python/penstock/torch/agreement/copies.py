@@ -77,6 +77,11 @@ class CopyBooks:
                     tensor.copy_(memory)
         lent.collect()
 
+    def open(self, what: str, named: Sequence[tuple[str, Tensor]]) -> None:
+        """At a newcomer, which gets what there is otherwise: have the same book as the others."""
+        filled = [(label, without_repeats(tensor.detach())) for label, tensor in named if tensor.numel()]
+        self._book(what, [(label, 0, "bytes", _nbytes(tensor)) for label, tensor in filled])
+
     def _book(self, what: str, entries: list[_Entry]) -> int:
         known = self._open.get(what)
         if known is None or known[0] != entries:

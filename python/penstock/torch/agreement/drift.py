@@ -155,6 +155,7 @@ class Drift:
         self._finish = finish
         self._rank, self._ranks, self._every = rank, ranks, every
         self._next: float = 0 if every else math.inf  # the step in which there is something to do
+        self._besides: tuple[int, ...] = ()  # steps in which they are compared, too
         self._equal_at: int | None = None  # the last step at whose beginning all were the same
         self._mine: _Report | None = None  # what is compared now
         self._sent: Tensor | None = None  # the numbers on their way
@@ -189,7 +190,7 @@ class Drift:
         if step < self._next:
             return
         self.conclude()
-        if self.id is not None and next_due(step, self._every) == step:
+        if self.id is not None and (next_due(step, self._every) == step or step in self._besides):
             refuse_late_parameters(self._model)
             self._finish()
             self._send(self.id, step)
@@ -215,6 +216,21 @@ class Drift:
         """All ranks have left and go on from this step."""
         if self.id is not None:
             self._next = next_due(step, self._every)
+
+    @property
+    def first(self) -> list[int]:
+        """Digests of the buffers, as they were when the model was distributed."""
+        return self._first if self.id is not None else []
+
+    def go_on_from(self, first: list[int]) -> None:
+        """At a newcomer: what the others have as `first`."""
+        if self.id is not None:
+            self._first = first
+
+    def compare_at(self, step: int) -> None:
+        """Newcomers take part from this step on. What they have not been told shows before it, and after it."""
+        if self.id is not None:
+            self._next, self._besides = step, (step, step + 1)
 
     def conclude(self) -> None:
         """Judge what is on its way, if anything is; every rank does so at the same place of its program.

@@ -34,6 +34,7 @@ from penstock.torch.updates.owners import check_kept
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
+    from penstock.gathering import Agreeing
 
 __all__ = ["AgreedSchemes", "LayerSchemes"]
 
@@ -48,6 +49,7 @@ class AgreedSchemes:
 
     Args:
         engine: The engine of this job.
+        agreeing: Brings what each rank says to all.
         model: The model, not a wrapper of torch.compile.
         given: The model or its wrapper, as the program has it.
         layers: Its layers.
@@ -74,6 +76,7 @@ class AgreedSchemes:
     def __init__(
         self,
         engine: Engine,
+        agreeing: Agreeing,
         model: nn.Module,
         given: nn.Module,
         layers: Sequence[Layer],
@@ -86,7 +89,7 @@ class AgreedSchemes:
         device: torch.device | None,
         elastic: bool = False,
     ) -> None:
-        self.engine = engine
+        self.engine, self.agreeing = engine, agreeing
         self.elastic = elastic
         self.model = model
         self.layers = layers
@@ -118,7 +121,7 @@ class AgreedSchemes:
             "numerics": numerics(device),
         }
         # What is wrong with this rank's patterns is raised here once all ranks are told what they are.
-        everyone = [json.loads(blob) for blob in self.engine.all_gather("penstock.distribute", _json(described))]
+        everyone = [json.loads(blob) for blob in self.agreeing.all_gather("penstock.distribute", _json(described))]
         different = next(
             (other for other, one in enumerate(everyone) if one["schemes"] != everyone[0]["schemes"]), None
         )
@@ -219,7 +222,7 @@ class LayerSchemes:
         if agreed.automatic and self.gathers:
             local = replace(local, gather_s=exchange_cost(engine, rank, device, options))
         network = network_of(model, self.why_whole, name)
-        self.coordinator = self._coordinate(network, cluster, agreed.terms, gradients, options, rates)
+        self.coordinator = self._coordinate(network, cluster, agreed, gradients, options, rates)
         facts = f"{name}.facts"
         self.choice = Choice(engine, rank, facts, model, self.coordinator, self.gathers, local, self.change)
         self.change({plan.name: plan.scheme for plan in self.coordinator.plans})
@@ -228,7 +231,7 @@ class LayerSchemes:
     def _coordinate(
         network: Network,
         cluster: Cluster,
-        terms: Mapping[str, Terms],
+        agreed: AgreedSchemes,
         gradients: Gradients,
         options: Options,
         rates: Rates,
@@ -240,10 +243,11 @@ class LayerSchemes:
             _sliced(cluster, *engine.slicing(gradients.id)),
             policy=options.policy,
             rates=rates,
-            terms=terms,
+            terms=agreed.terms,
             placements=gradients.placements,
         )
-        coordinator.agree(engine.all_gather, rank=gradients.rank, book=engine.fingerprint(gradients.id))
+        if agreed.agreeing.now:  # a newcomer's book is dealt among other members than it was then
+            coordinator.agree(engine.all_gather, rank=gradients.rank, book=engine.fingerprint(gradients.id))
         return coordinator
 
     def change(self, schemes: Mapping[str, str]) -> None:

@@ -168,6 +168,10 @@ class Gradients:
         self._handles: list[RemovableHandle] = []
         self._unswapped = [slot for slot in slots if not slot.swappable]
 
+    def go_on_from(self, step: int, backwards: int) -> None:
+        """At a newcomer: so many steps and backwards are made by the others."""
+        self.step, self.backwards, self.closed = step, backwards, backwards
+
     def placements(self) -> dict[str, list[Placed]]:
         """By parameter, where the slices of its gradient live, as the engine's book says."""
         placed = self.landing.placement()

@@ -1,0 +1,92 @@
+"""What a program's objects have of state, taken apart: a tree that is fit for JSON, and tensors by their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+
+__all__ = ["check_stateful", "described", "empty", "joined", "split"]
+
+
+def check_stateful(caller: str, objects: Mapping[str, Any]) -> None:
+    """Refuse what has no state.
+
+    Raises:
+        ConfigError: One has no ``state_dict`` or no ``load_state_dict``.
+    """
+    for name, one in objects.items():
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise ConfigError(f"{caller}: {name} is a {type(one).__name__}, which has no state to save")
+
+
+def split(
+    caller: str,
+    place: str,
+    value: Any,
+    tensors: dict[str, Tensor],
+    seen: dict[tuple[Any, ...], str],
+    *,
+    copy: bool = True,
+) -> Any:
+    """A state as JSON has it, with names of tensors in their places.
+
+    Args:
+        caller: For messages.
+        place: Of the state in the whole.
+        value: The state.
+        tensors: Gets the tensors, in main memory, by their names.
+        seen: By memory the name of the tensor there: one that is in several places is taken once.
+        copy: Whether they are copies: something may change the state before they are used.
+
+    Raises:
+        ConfigError: There is something that is no tensor, number, string, list or dictionary of them.
+    """
+    if isinstance(value, Tensor):
+        memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if memory not in seen or not value.numel():
+            name = place if place not in tensors else f"{place}#{len(tensors)}"
+            here = value.detach().to("cpu")
+            tensors[name] = here.clone(memory_format=torch.contiguous_format) if copy else here.contiguous()
+            seen[memory] = name
+        return {"tensor": seen[memory]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        parts = enumerate(value)
+        return {kind: [split(caller, f"{place}/{index}", one, tensors, seen, copy=copy) for index, one in parts]}
+    if isinstance(value, Mapping) and all(isinstance(key, (int, str)) for key in value):
+        items = value.items()
+        return {"dict": [[key, split(caller, f"{place}/{key}", one, tensors, seen, copy=copy)] for key, one in items]}
+    raise ConfigError(
+        f"{caller}: {place} is a {type(value).__name__}, and only tensors, numbers, strings, lists and dictionaries "
+        "of them are saved"
+    )
+
+
+def joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `split` has taken apart."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: joined(one, tensors) for key, one in content}
+    several = [joined(one, tensors) for one in content]
+    return tuple(several) if kind == "tuple" else several
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    """What others must know of tensors before they come: names, dtypes and shapes."""
+    return {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()}
+
+
+def empty(dtype: str, shape: Sequence[int]) -> Tensor:
+    """Memory for a tensor that is described so."""
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")

@@ -1,0 +1,197 @@
+"""What a door makes of what comes: only who holds the secret is heard, and is answered by its own number."""
+
+import dataclasses
+import random
+import socket
+import time
+
+import pytest
+
+import penstock as ps
+from penstock import doorway, key_server
+from penstock.config import Options
+from penstock.coordinator import Rates
+from penstock.doorway import Doorway, Entrance
+from penstock.key_server import GET, SET, KeyClient
+from penstock.rendezvous import Agreement
+from penstock.sealing import peek, seal, unseal
+
+SECRET = b"s" * 32
+PATIENCE_S = 20.0
+
+
+class Job:
+    """An engine, as far as a door needs one."""
+
+    def __init__(self, error=None):
+        self.knocks, self.error = [], error
+
+    def knock(self, number):
+        self.knocks.append(number)
+
+    def announced(self):
+        return [(number, 7 + place, None) for place, number in enumerate(self.knocks)]
+
+    def job_state(self):
+        if self.error is not None:
+            raise self.error
+        return b"how it stands"
+
+
+@pytest.fixture
+def job():
+    return Job()
+
+
+@pytest.fixture
+def door(job):
+    opened = opened_at(job)
+    yield opened
+    opened.close()
+
+
+def opened_at(job, secret=SECRET, version="1.0"):
+    options = Options(rank=1, world_size=3, secret=secret, elastic=True, check_every=9)
+    agreement = Agreement(b"j" * 16, secret or SECRET, True, 2, False, options, hosts=(0, 0, 0))
+    return Doorway(job, "127.0.0.1", agreement, Rates(bytes_per_s=5.0), version)
+
+
+def visit(door, version="1.0", **options):
+    sources = {field.name: "default" for field in dataclasses.fields(Options)}
+    sources |= dict.fromkeys([*options, "join"], "argument")
+    return Entrance(Options(join=door.address, **{"secret": SECRET, **options}), sources, version)
+
+
+def ask(door, request, key, value=b""):
+    host, _, port = door.address.rpartition(":")
+    client = KeyClient(host, int(port))
+    try:
+        return client.ask(request, key, value, time.monotonic() + PATIENCE_S)
+    finally:
+        client.close()
+
+
+def test_a_newcomer_gets_a_rank_and_what_the_job_agreed_on(job, door):
+    newcomer = visit(door)
+    agreement, rates = newcomer.enter()
+    assert job.knocks == [newcomer._number]
+    assert (agreement.job_id, agreement.secret, agreement.lanes, agreement.hosts) == (b"j" * 16, SECRET, 2, (0, 0, 0))
+    options = agreement.options
+    assert (options.rank, options.world_size, options.elastic, options.check_every) == (7, 3, True, 9)
+    assert rates.bytes_per_s == 5.0
+    assert newcomer.state() == b"how it stands"
+    newcomer.close()
+
+
+def test_who_does_not_hold_the_secret_is_not_heard(job, door):
+    name = peek(ask(door, GET, "door")).body["door"]
+    for secret, key in ((None, f"{name}/knock/5"), (b"t" * 32, f"{name}/knock/5"), (SECRET, f"{name}/knock/6")):
+        ask(door, SET, f"{name}/knock/5", seal("1.0", secret, True, key, {"number": 5}))
+    ask(door, SET, f"{name}/knock/5", seal("2.0", SECRET, True, f"{name}/knock/5", {"number": 5}))
+    assert job.knocks == []
+    assert ask(door, GET, f"{name}/answer/5") is None
+
+
+def test_a_knock_is_heard_once_and_at_one_door_only(job, door):
+    name = peek(ask(door, GET, "door")).body["door"]
+    key = f"{name}/knock/5"
+    said = seal("1.0", SECRET, True, key, {"number": 5})
+    for _ in range(3):
+        ask(door, SET, key, said)
+    assert job.knocks == [5]
+    other_job = Job()
+    other = opened_at(other_job)
+    try:
+        there = peek(ask(other, GET, "door")).body["door"]
+        ask(other, SET, f"{there}/knock/5", said)
+        assert other_job.knocks == []
+    finally:
+        other.close()
+
+
+def test_an_answer_is_for_one_number(job, door):
+    newcomer = visit(door)
+    newcomer.enter()
+    name = newcomer._name
+    answer = ask(door, GET, f"{name}/answer/{newcomer._number}")
+    assert unseal(answer, SECRET, f"{name}/answer/{newcomer._number}").proven
+    assert not unseal(answer, SECRET, f"{name}/answer/5").proven
+    assert ask(door, GET, f"{name}/answer/5") is None
+    newcomer.close()
+
+
+def test_any_keys_and_values_leave_it_as_it_was(job, door):
+    seed = random.SystemRandom().randrange(2**32)
+    draw = random.Random(seed)
+    name = peek(ask(door, GET, "door")).body["door"]
+    for _ in range(300):
+        stage = draw.choice(["knock", "answer", "door", ""])
+        number = draw.choice(["0", "-1", "05", "9" * 20, "9" * 30, "x", "\u0661", ""])
+        key = draw.choice([f"{name}/{stage}/{number}", f"{stage}/{number}", stage, f"{name}/{stage}/5/5"])
+        value = draw.choice([b"", draw.randbytes(40), b'{"penstock": 1}', b"[" * 5000])
+        ask(door, draw.choice([GET, SET]), key, value)
+    assert job.knocks == [], f"seed {seed}"
+    newcomer = visit(door)
+    assert newcomer.enter()[0].options.rank == 7, f"seed {seed}"
+    newcomer.close()
+
+
+def test_what_has_ended_the_job_is_told(job, door):
+    newcomer = visit(door)
+    newcomer.enter()
+    job.error = ps.PeerLost("too few members are left")
+    with pytest.raises(ps.PeerLost, match=r"the job at 127\.0\.0\.1:\d+: too few members are left"):
+        newcomer.state()
+    newcomer.close()
+
+
+def test_what_does_not_fit_is_refused_at_the_door(door):
+    cases = [
+        ({"secret": b"t" * 32}, ps.AuthenticationError, "the secret of this process differs"),
+        ({"secret": None}, ps.AuthenticationError, "was given a secret, and this process was not"),
+        ({"version": "2.0"}, ps.ProtocolError, r"runs penstock 1\.0, this process runs penstock 2\.0"),
+        ({"check_every": 4}, ps.ConfigError, r"option check_every: this process has 4 \(argument\), the job .* has 9"),
+    ]
+    for options, kind, words in cases:
+        newcomer = visit(door, **options)
+        with pytest.raises(kind, match=words):
+            newcomer.enter()
+        newcomer.close()
+
+
+def test_a_job_that_made_its_secret_shares_it_with_its_user_on_its_host():
+    job = Job()
+    door = opened_at(job, secret=None)
+    try:
+        newcomer = visit(door, secret=None)
+        assert newcomer.enter()[0].secret == SECRET
+        newcomer.close()
+        stranger = visit(door, secret=b"t" * 32)
+        with pytest.raises(ps.AuthenticationError, match="was not given a secret, and this process was"):
+            stranger.enter()
+        stranger.close()
+    finally:
+        door.close()
+
+
+def test_what_is_no_door_is_named():
+    server = key_server.KeyServer(
+        socket.create_server(("127.0.0.1", 0)), 4, lambda key: b"{}", lambda key, value: None, "no-door"
+    )
+    sources = {"join": "argument"}
+    try:
+        options = Options(join=f"127.0.0.1:{server.port}", secret=SECRET)
+        with pytest.raises(ps.ProtocolError, match="is no door of a job"):
+            Entrance(options, sources, "1.0").enter()
+    finally:
+        server.close()
+
+
+def test_a_door_that_is_silent_is_left_at_the_limit():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sources = {"join": "argument"}
+        options = Options(join=f"127.0.0.1:{silent.getsockname()[1]}", secret=SECRET, rendezvous_timeout_s=0.3)
+        begin = time.monotonic()
+        with pytest.raises(ps.Timeout, match=r"no member answered at .* within 0\.3 s"):
+            Entrance(options, sources, "1.0").enter()
+        assert time.monotonic() - begin < 5 + doorway.ANSWER_S

@@ -1,0 +1,470 @@
+"""New workers come to a job that runs: they get what all have, and take part from a step that all know."""
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy
+import pytest
+import torch
+from job_processes import CONTEXT, PATIENCE_S, run, run_well
+from job_processes import OPTIONS as USUAL
+from torch import nn
+
+import penstock as ps
+from penstock.torch.newcomers import Telling
+
+SECRET = USUAL["secret"]
+OPTIONS = {"elastic": True, "peer_timeout_s": 5.0}
+AFTER = 6
+"""So many steps are made with the newcomers."""
+STEPS_MAX = 4000
+
+
+def network():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 12, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def decayed(steps):
+    return 0.9 ** (steps // 5)
+
+
+class Progress:
+    """What a program of its own may have of state."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+class Training:
+    """A model that is trained in an elastic job, on samples that step and rank decide."""
+
+    def __init__(self, doors=None, *, optimizer=torch.optim.SGD, **options):
+        options = options or {"lr": 0.05, "momentum": 0.9}
+        model = network()
+        self.model, self.optimizer = ps.distribute(model, optimizer(model.parameters(), **options))
+        # It sets the rate that it begins with when it is made, after `distribute` has got another one.
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, decayed)
+        self.progress = Progress()
+        self.newcomers = ps.Newcomers(progress=self.progress, scheduler=self.scheduler)
+        self.changes = []
+        ps.on_members_changed(self.changes.append)
+        self.began_at = self.progress.steps + 1
+        if doors is not None:
+            doors.put(self.newcomers.door)
+
+    def step(self):
+        self.newcomers.let_in()
+        self.progress.steps += 1
+        own = _members()[ps.rank()]
+        x, y = batch(self.progress.steps, own)
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def until(self, count, after=AFTER):
+        """Make steps until there are so many members, and some more."""
+        last = STEPS_MAX
+        while self.progress.steps < last:
+            self.step()
+            grown = (entry.step for entry in ps.membership_log() if len(entry.members) == count)
+            last = next(grown, STEPS_MAX) + after
+        assert self.progress.steps < STEPS_MAX, "nobody has come"
+
+    def outcome(self):
+        ps.synchronize(self.model)
+        # Statistics of batch norm are each rank's own from here on.
+        values = {name: value.detach().numpy().copy() for name, value in self.model.named_parameters()}
+        log = [(entry.members, entry.step) for entry in ps.membership_log()]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return {"values": values, "log": log, "steps": self.progress.steps, "rates": rates, "from": self.began_at}
+
+
+def _members():
+    from penstock import job
+
+    return job.current().members
+
+
+def assert_same(outcomes):
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        assert other["log"] == first["log"] and other["steps"] == first["steps"] and other["rates"] == first["rates"]
+        for name, value in first["values"].items():
+            assert value.tobytes() == other["values"][name].tobytes(), name
+
+
+def members_at(log, step):
+    return next(members for members, first in reversed(log) if first <= step)
+
+
+def replayed(log, steps):
+    """The same training in one process, as the log says: the mean of the members' gradients in each step."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decayed)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        members = members_at(log, step)
+        for rank in members:
+            x, y = batch(step, rank)
+            (nn.functional.cross_entropy(model(x), y) / len(members)).backward()
+        optimizer.step()
+        scheduler.step()
+    return {name: value.detach().numpy() for name, value in model.named_parameters()}
+
+
+def grows(rank, count, doors, target):
+    training = Training(doors if rank == 0 else None)
+    training.until(target)
+    return training.outcome()
+
+
+@pytest.mark.parametrize(("count", "target"), [(2, 3), (3, 5)])
+def test_newcomers_take_part_from_a_step_that_all_know(tmp_path, count, target):
+    doors, more = CONTEXT.Queue(), target - count
+    outcomes = run_well(count, grows, tmp_path, Relay(doors, more), target, newcomers=more, doors=doors, **OPTIONS)
+    assert_same(outcomes)
+    log, steps = outcomes[0]["log"], outcomes[0]["steps"]
+    for newcomer in outcomes[count:]:
+        assert newcomer["from"] in [step for _, step in log[1:]]
+    assert members_at(log, 1) == tuple(range(count)) and members_at(log, steps) == tuple(range(target))
+    expected = replayed(log, steps)
+    for name, value in outcomes[0]["values"].items():
+        numpy.testing.assert_allclose(value, expected[name], rtol=2e-4, atol=2e-5)
+
+
+def has_momentum(rank, count, doors):
+    training = Training(doors if rank == 0 else None, optimizer=torch.optim.AdamW, lr=0.01, amsgrad=True)
+    training.until(3)
+    training.newcomers.let_in()
+    state = training.optimizer.state_dict()["state"]
+    kept = {(index, name): value.numpy().copy() for index, of in state.items() for name, value in of.items()}
+    return training.outcome(), kept, len(training.changes)
+
+
+def test_states_of_optimizers_come_with_it(tmp_path):
+    doors = CONTEXT.Queue()
+    outcomes = run_well(2, has_momentum, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS)
+    assert_same([outcome for outcome, *_ in outcomes])
+    assert [changes for *_, changes in outcomes] == [1, 1, 0]  # it gets what callbacks have changed
+    first = outcomes[0][1]
+    for _, other, _ in outcomes[1:]:
+        assert first.keys() == other.keys() and len(first) == 6 * 4
+        assert all(value.tobytes() == other[key].tobytes() for key, value in first.items())
+
+
+def samples_of(rank, count, doors, loaders):
+    dataset = list(range(160))
+    model = nn.Linear(1, 1)
+    model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    sampler = ps.ElasticSampler(dataset, 2, seed=3)
+    newcomers = ps.Newcomers(sampler=sampler)
+    if rank == 0:
+        doors.put(newcomers.door)
+    seen, passes = [], 0
+    for epoch in range(sampler.epoch, 2000):
+        sampler.set_epoch(epoch)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=loaders)
+        for x in loader:
+            newcomers.let_in()
+            seen.append((epoch, x.tolist()))
+            optimizer.zero_grad()
+            model(x[:, None].float()).sum().backward()
+            optimizer.step()
+        grown = [entry.step for entry in ps.membership_log() if len(entry.members) == count + 1]
+        passes += bool(grown) and grown[0] <= sampler._membership.steps
+        if passes == 2:
+            return seen, [(entry.members, entry.step) for entry in ps.membership_log()]
+    raise AssertionError("nobody has come")
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_every_sample_is_dealt_once_in_the_pass_in_which_somebody_comes(tmp_path, loaders):
+    """Loaders with workers read ahead."""
+    doors = CONTEXT.Queue()
+    outcomes = run_well(2, samples_of, tmp_path, Relay(doors), loaders, newcomers=1, doors=doors, **OPTIONS)
+    assert outcomes[0][1] == outcomes[1][1] == outcomes[2][1]
+    by_pass = {}
+    for seen, _ in outcomes:
+        for epoch, samples in seen:
+            by_pass.setdefault(epoch, []).extend(samples)
+    for epoch, samples in by_pass.items():
+        assert sorted(samples) == list(range(160)), epoch
+    assert len(outcomes[2][0]) > 0
+
+
+def calls_after(rank, count, doors, directory):
+    training = Training(doors if rank == 0 else None)
+    training.until(3, after=2)
+    own = _members()[ps.rank()]
+    total = torch.tensor([1.0, own])
+    ps.allreduce(total)
+    from_newcomer = torch.full((5,), float(own))
+    ps.broadcast(from_newcomer, root=2)
+    blocks = [torch.empty(2, dtype=torch.int64) for _ in range(ps.world_size())]
+    ps.all_gather(torch.tensor([own, ps.rank()]), blocks)
+    return total.tolist(), from_newcomer.tolist(), [block.tolist() for block in blocks], ps.world_size()
+
+
+def test_collectives_are_of_newcomers_too(tmp_path):
+    doors = CONTEXT.Queue()
+    values = run_well(2, calls_after, tmp_path, Relay(doors), tmp_path, newcomers=1, doors=doors, **OPTIONS)
+    assert values == [([3.0, 3.0], [2.0] * 5, [[0, 0], [1, 1], [2, 2]], 3)] * 3
+
+
+def checkpoints(rank, count, doors, directory):
+    model = network()
+    model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    saved = ps.Checkpoints(directory, model, optimizer, every=2)
+    newcomers = ps.Newcomers(saved=saved)
+    if rank == 0:
+        doors.put(newcomers.door)
+    files, step, last = [], saved.load(), STEPS_MAX
+    while step < last:
+        newcomers.let_in()
+        step += 1
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        files.append(saved.step())
+        last = next((entry.step + 7 for entry in ps.membership_log() if len(entry.members) == 3), STEPS_MAX)
+    return files[-7:], saved.finish()
+
+
+def test_checkpoints_count_on_with_a_newcomer(tmp_path):
+    doors = CONTEXT.Queue()
+    place = tmp_path / "saved"
+    values = run_well(2, checkpoints, tmp_path, Relay(doors), place, newcomers=1, doors=doors, **OPTIONS)
+    assert values[0] == values[1] == values[2]
+    assert sum(file is not None for file in values[0][0]) in (3, 4)
+
+
+# What goes wrong
+
+
+def another_model(rank, count, doors):
+    if rank < count:
+        training = Training(doors if rank == 0 else None)
+        training.until(count + 1)
+        return training.outcome()
+    model = nn.Linear(4, 4)
+    return ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+
+def test_a_newcomer_with_another_model_is_told_so_and_the_others_go_on(tmp_path):
+    doors = CONTEXT.Queue()
+    outcomes = run(2, another_model, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS)
+    *members, newcomer = outcomes
+    assert isinstance(newcomer.error, ps.ModelMismatch), newcomer.error
+    assert "rank 2" in str(newcomer.error) and "the models differ" in str(newcomer.error)
+    assert [member.error for member in members] == [None, None]
+    assert_same([member.value for member in members])
+
+
+def forgets(rank, count, doors, what):
+    """A newcomer whose program does not tell all that the others have."""
+    model = nn.Linear(12, 3)
+    model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.9**steps)
+    sampler = ps.ElasticSampler(range(64), 4)
+    states = {"sampler": sampler} if what == "scheduler" else {"scheduler": scheduler}
+    newcomers = ps.Newcomers(**states)
+    if rank == 0:
+        doors.put(newcomers.door)
+    for epoch in range(sampler.epoch, STEPS_MAX):
+        sampler.set_epoch(epoch)
+        for samples in sampler:
+            newcomers.let_in()
+            x = torch.randn(len(samples), 12)
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            scheduler.step()
+
+
+def test_what_a_newcomer_was_not_told_is_found_out(tmp_path):
+    doors = CONTEXT.Queue()
+    outcomes = run(2, forgets, tmp_path, Relay(doors), "scheduler", newcomers=1, doors=doors, **OPTIONS)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ps.ModelMismatch), outcome.error
+        assert "the ranks have drifted apart" in str(outcome.error)
+
+
+def test_a_sampler_that_a_newcomer_was_not_told_of_is_refused(tmp_path):
+    doors = CONTEXT.Queue()
+    options = {**OPTIONS, "ranks_min": 2}
+    *_, newcomer = run(2, forgets_sampler, tmp_path, Relay(doors), newcomers=1, doors=doors, **options)
+    assert isinstance(newcomer.error, ps.ConfigError)
+    assert "Give the sampler to penstock.Newcomers" in str(newcomer.error)
+
+
+def forgets_sampler(rank, count, doors):
+    training = Training(doors if rank == 0 else None)
+    sampler = ps.ElasticSampler(range(64), 4)
+    if rank == count:
+        for _ in sampler:
+            pass
+    training.until(3)
+
+
+def one_model_more(rank, count, doors):
+    training = None
+    if rank == count:
+        model = network()
+        ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        other = nn.Linear(2, 2)
+        ps.distribute(other, torch.optim.SGD(other.parameters(), lr=0.05))
+        return None
+    training = Training(doors if rank == 0 else None)
+    training.until(count + 1)
+    return training.outcome()
+
+
+def test_a_newcomer_whose_program_is_another_is_left_out_and_the_others_go_on(tmp_path):
+    doors = CONTEXT.Queue()
+    outcomes = run(2, one_model_more, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS)
+    *members, newcomer = outcomes
+    assert isinstance(newcomer.error, ps.PenstockError), newcomer.error
+    assert [member.error for member in members] == [None, None]
+    assert_same([member.value for member in members])
+
+
+def trains_until(rank, count, doors, over):
+    training = Training(doors if rank == 0 else None)
+    stop = torch.zeros(1)
+    while not stop.item():
+        training.step()
+        stop.fill_(over.is_set())
+        ps.allreduce(stop)
+    return training.outcome()
+
+
+BAD = [
+    ({"secret": "another secret of enough bytes"}, ps.AuthenticationError, "the secret of this process differs"),
+    ({"secret": None}, ps.AuthenticationError, "was given a secret, and this process was not"),
+    ({"check_every": 3}, ps.ConfigError, "option check_every: this process has 3"),
+    ({"rank": 0, "world_size": 2}, ps.ConfigError, "gets its rank from the job"),
+]
+
+
+def test_what_a_newcomer_brings_is_checked_at_the_door(tmp_path):
+    doors, over = CONTEXT.Queue(), CONTEXT.Event()
+    with ThreadPoolExecutor(1) as pool:
+        members = pool.submit(run_well, 2, trains_until, tmp_path, Relay(doors), over, **OPTIONS)
+        try:
+            door = doors.get(timeout=PATIENCE_S)
+            for options, kind, words in BAD:
+                with pytest.raises(kind, match=words):
+                    ps.init(join=door, **{"secret": SECRET, "rendezvous_timeout_s": 20.0, **options})
+        finally:
+            over.set()
+        outcomes = members.result()
+    assert_same(outcomes)
+    assert [members for members, _ in outcomes[0]["log"]] == [(0, 1)]  # none of it ended an epoch
+
+
+def test_a_door_that_nobody_has_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ps.Timeout, match=rf"no member answered at 127\.0\.0\.1:{port} \(option join"):
+        ps.init(join=f"127.0.0.1:{port}", rendezvous_timeout_s=0.3)
+
+
+def dies(rank, count, doors, who, at):
+    """That rank is killed when so many tensors are told; before any, when it has a rank."""
+    left, original = at, Telling._pass
+
+    def passing(self, *arguments):
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, *arguments)
+
+    if rank == who:
+        if not at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Telling._pass = passing
+    training = Training(doors if rank == count - 1 else None)
+    training.until(count + 1)
+    return training.outcome()
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_the_next_one_tells_when_the_first_is_lost(tmp_path, at):
+    doors = CONTEXT.Queue()
+    outcomes = run(3, dies, tmp_path, Relay(doors), 0, at, newcomers=1, doors=doors, **OPTIONS)
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    assert [outcome.error for outcome in outcomes[1:]] == [None] * 3
+    assert_same([outcome.value for outcome in outcomes[1:]])
+    assert outcomes[1].value["log"][-1][0] == (1, 2, 3)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_newcomer_that_dies_half_way_is_lost_and_nothing_else(tmp_path, at):
+    doors = CONTEXT.Queue()
+    outcomes = run(2, dies, tmp_path, Relay(doors), 2, at, newcomers=1, doors=doors, **OPTIONS)
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    assert [outcome.error for outcome in outcomes[:2]] == [None] * 2
+    assert_same([outcome.value for outcome in outcomes[:2]])
+    assert outcomes[0].value["log"][-1][0] == (0, 1)
+
+
+def one_that_never_comes(rank, count, doors):
+    if rank == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    training = Training(doors if rank == 0 else None)
+    training.until(3)
+    return training.outcome()
+
+
+def test_who_has_a_rank_and_never_comes_holds_nobody_up(tmp_path):
+    """The first of two newcomers is killed once it has a rank."""
+    doors = CONTEXT.Queue()
+    outcomes = run(2, one_that_never_comes, tmp_path, Relay(doors, 2), newcomers=2, doors=doors, **OPTIONS)
+    assert [outcome.error for outcome in outcomes if outcome.exit_code == 0] == [None] * 3
+    assert_same([outcome.value for outcome in outcomes if outcome.exit_code == 0])
+
+
+def test_a_newcomer_makes_no_calls_before_it_takes_part(tmp_path):
+    doors = CONTEXT.Queue()
+    values = run_well(2, calls_early, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS)
+    assert "is a newcomer, and takes part once" in values[2]
+
+
+def calls_early(rank, count, doors):
+    said = ""
+    if rank == count:
+        with pytest.raises(ps.ConfigError) as caught:
+            ps.barrier()
+        said = str(caught.value)
+    training = Training(doors if rank == 0 else None)
+    training.until(3)
+    return said
+
+
+class Relay:
+    """A member says where its door is to so many newcomers."""
+
+    def __init__(self, doors, times=1):
+        self.doors, self.times = doors, times
+
+    def put(self, door):
+        for _ in range(self.times):
+            self.doors.put(door)
