@@ -292,6 +292,9 @@ TABLE = {
     "python -m benchmarks.local_quality --draw FILE": By(
         "tests/lab/test_benchmarks.py::TestLocalQuality::test_quality_of_local_updates_is_judged_by_seed"
     ),
+    "python -m benchmarks.membership [--json-lines docs/benchmarks/membership.jsonl]": Run(
+        "--repetitions 1 --compute-s 0.1", clusters=True, long=True, status=(0, 1)
+    ),
     "python -m benchmarks.overhead [--json-lines docs/benchmarks/overhead.jsonl]": Run(
         "--pairs 2 --only time", long=True, status=JUDGED
     ),
