@@ -133,6 +133,9 @@ TABLE = {
     "penstock run --workers 4 --min 3 train.py": By(
         "tests/elastic/test_launched.py::test_a_program_goes_on_without_a_worker_that_is_killed"
     ),
+    "penstock run --min 3 --max 4 train.py": By(
+        "tests/elastic/test_launched.py::test_a_new_worker_comes_in_the_place_of_one_that_is_killed"
+    ),
     "mpirun penstock run --servers 2 train.py": By("tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"),
     "mpirun -n 6 penstock run --servers 2 train.py": By(
         "tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"

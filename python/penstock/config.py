@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
+    "LAUNCHER_PIPE",
     "REPLACE_DDP",
     "OptionArguments",
     "Options",
@@ -38,6 +39,8 @@ __all__ = [
 PREFIX = "PENSTOCK_"
 REPLACE_DDP = "PENSTOCK_REPLACE_DDP"
 """No option of a job: `penstock run` tells programs by it, before they have one, what `import torch` is to do."""
+LAUNCHER_PIPE = "PENSTOCK_LAUNCHER_PIPE"
+"""Nor is this: where a program can tell `penstock run` something (`penstock.launcher_pipe`)."""
 SECRET_BYTES_MIN = 16
 MAKE_A_SECRET = "export PENSTOCK_SECRET=\"$(python -c 'import secrets; print(secrets.token_hex(32))')\""
 
@@ -454,7 +457,7 @@ def given(environ: Mapping[str, str], arguments: Mapping[str, object]) -> tuple[
     sources: dict[str, str] = {}
     variables = {PREFIX + name.upper(): name for name in _FIELDS}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable == REPLACE_DDP:
+        if not variable.startswith(PREFIX) or variable in (REPLACE_DDP, LAUNCHER_PIPE):
             continue
         if variable not in variables:
             raise ConfigError(f"unknown environment variable {variable}{_did_you_mean(variable, list(variables))}")

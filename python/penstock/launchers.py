@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
     from penstock.config import OptionArguments
 
-__all__ = ["Launch", "MeetingPoint", "at_store", "discover", "discover_here"]
+__all__ = ["OF_THE_JOB", "Launch", "MeetingPoint", "at_store", "discover", "discover_here"]
+
+OF_THE_JOB = ("rank", "world_size", "servers", "groups", "role", "rendezvous")
+"""Options that a newcomer does not give: it learns from the job what ranks and servers there are."""
 
 
 @dataclass(frozen=True)
@@ -268,8 +271,7 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
 
 
 def _check_that_nothing_is_said_of_ranks(values: Mapping[str, object], sources: Mapping[str, str]) -> None:
-    """A newcomer learns from the job what ranks and servers there are."""
-    for name in ("rank", "world_size", "servers", "groups", "role", "rendezvous"):
+    for name in OF_THE_JOB:
         if name in values:
             raise ConfigError(
                 f"option {name} ({sources[name]}) is given, and join ({sources['join']}), too: a process that comes to "

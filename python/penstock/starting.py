@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock import addresses, rendezvous
+from penstock import addresses, launcher_pipe, rendezvous
 from penstock.coordinator import Cluster, Rates
 from penstock.ending import described
 from penstock.errors import ConfigError, PenstockError, Timeout
@@ -333,6 +333,7 @@ def open_door(running: Job) -> str:
         assert running.agreement is not None  # of several ranks
         running.door = Doorway(running.engine, running.host, running.agreement, running.rates, installed_version())
         _log.info("rank %d: newcomers come in at join=%s", running.rank, running.door.address)
+        launcher_pipe.tell(door=running.door.address)
     return running.door.address
 
 

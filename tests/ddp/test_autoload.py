@@ -85,4 +85,4 @@ def test_the_variable_is_a_switch_and_no_option_of_a_job():
     assert not config.replaces_ddp({"PENSTOCK_REPLACE_DDP": "off"}) and not config.replaces_ddp({})
     with pytest.raises(ConfigError, match=r"'2' from environment variable PENSTOCK_REPLACE_DDP; accepted"):
         config.replaces_ddp({"PENSTOCK_REPLACE_DDP": "2"})
-    assert config.given({"PENSTOCK_REPLACE_DDP": "2"}, {}) == ({}, {})
+    assert config.given({"PENSTOCK_REPLACE_DDP": "2", "PENSTOCK_LAUNCHER_PIPE": "3:4"}, {}) == ({}, {})

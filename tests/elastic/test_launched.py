@@ -1,5 +1,6 @@
-"""`penstock run --min`: a program that says nothing of it goes on without a worker that is killed."""
+"""`penstock run --min`: a program goes on without a worker that is killed; with `--max` another one comes for it."""
 
+import re
 import subprocess
 
 import programs
@@ -51,3 +52,58 @@ def test_a_worker_that_is_stopped_for_good_is_not_waited_for(tmp_path):
     assert process.returncode == 0, err
     assert {line.split("] ")[1].split(":")[0] for line in out.splitlines()} == {"from 0 to 0 of 2", "from 2 to 1 of 2"}
     assert "rank 1 on localhost is stopped by a signal, and the others have ended: it is ended, too" in err
+
+
+COMES = """
+import os, signal
+import torch
+from torch import nn
+import penstock as ps
+
+class Progress:
+    steps = 0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+torch.manual_seed(0)
+ps.init(peer_timeout_s=5.0, line_rate_mbit=1000.0)
+model = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 4))
+model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+progress = Progress()
+newcomers = ps.Newcomers(progress=progress)
+came, last = progress.steps, 10_000_000
+while progress.steps < last:
+    newcomers.let_in()
+    progress.steps += 1
+    if os.environ["RANK"] == "1" and progress.steps == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.randn(8, 20)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with_newcomer = [entry.step for entry in ps.membership_log() if max(entry.members) > 2]
+    last = with_newcomer[0] + 20 if with_newcomer else last
+ps.synchronize()
+sums = [param.sum().item() for param in model.parameters()]
+print(f"from step {came} to {progress.steps}, {ps.rank()} of {ps.world_size()}: {sums}", flush=True)
+"""
+
+
+def test_a_new_worker_comes_in_the_place_of_one_that_is_killed(tmp_path):
+    (tmp_path / "train.py").write_text(COMES, encoding="utf-8")
+    arguments = ("-m", "penstock", "run", "--min", "2", "--max", "3", "train.py")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = programs.start_afresh(*arguments, cwd=tmp_path, **pipes)  # whose workers inherit a pipe of the agent's
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "rank 1 on localhost was killed by SIGKILL; 2 workers are left, and go on" in err
+    assert "newcomer 1 takes part, one of " in err
+    line = r"\[(rank \d|newcomer 1)\] from step (\d+) to (\d+), (\d) of 3: (.*)"
+    said = {found[1]: found for found in (re.fullmatch(line, one) for one in out.splitlines())}
+    assert sorted(said) == ["newcomer 1", "rank 0", "rank 2"]
+    assert len({(found[3], found[5]) for found in said.values()}) == 1, out
+    assert {who: found[4] for who, found in said.items()} == {"rank 0": "0", "rank 2": "1", "newcomer 1": "2"}
+    assert int(said["rank 0"][2]) == 0 < int(said["newcomer 1"][2])

@@ -292,6 +292,140 @@ def test_who_was_lost_first_is_named_where_the_others_cannot_go_on():
     assert "rank 2 on localhost was killed by SIGKILL; all others have ended" in err
 
 
+COMES = """
+import os, pathlib, signal, sys, time
+from penstock import config, launcher_pipe
+
+def said(name):
+    pathlib.Path(name).touch()
+
+def until(*names):
+    while not all(pathlib.Path(name).exists() for name in names):
+        time.sleep(0.01)
+
+def opens(door):
+    launcher_pipe.tell(door=door)
+    said(f"opened-{door}")
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+rank, came_to = os.environ["RANK"], os.environ.get("PENSTOCK_JOIN")
+if came_to is not None:
+    print("came to", came_to, "as", rank, os.environ["LOCAL_RANK"], os.environ.get("TEST_HOST"), flush=True)
+"""
+"""The beginning of workers in whose place others may come: they open doors, of which no more is there than the name."""
+
+
+def read_until(process, words):
+    """What it has said on standard error, when it has said these words."""
+    lines = []
+    while words not in "".join(lines):
+        lines.append(process.stderr.readline())
+        assert lines[-1], "".join(lines)
+    return "".join(lines)
+
+
+def test_a_newcomer_is_started_in_the_place_of_a_worker_that_is_lost(tmp_path):
+    write(
+        COMES + "pipe = int(os.environ['PENSTOCK_LAUNCHER_PIPE'].split(':')[0])\n"
+        "os.write(pipe, b'\\xff\\n{}\\n' + b'[' * 5000 + b'\\n{\"door\": 1}\\n')  # which nobody takes for a door\n"
+        "if came_to is None:\n"
+        "    opens('door-' + rank)\n"
+        "    until('opened-door-0', 'opened-door-2')\n"
+        "    if rank == '1':\n        dies()\n"
+        "    until('opened-newcomers')\n"
+        "else:\n    opens('newcomers')\n"
+    )
+    status, out, err = run("--min", "2", "--max", "3", "--log-dir", "logs", "train.py")
+    assert status == 0, err
+    assert re.fullmatch(r"\[newcomer 1\] came to door-[02] as 1 1 None\n", out), out
+    assert f"[newcomer 1] {(tmp_path / 'logs' / 'newcomer-1.out').read_text()}" == out
+    assert "rank 1 on localhost was killed by SIGKILL; 2 workers are left, and go on" in err
+    assert re.search(r"newcomer 1 is started in the place of rank 1, on localhost \(pid \d+\)", err), err
+    assert "newcomer 1 takes part, one of " in err  # the others may have ended when this is heard
+
+
+def test_a_newcomer_that_takes_part_is_followed_by_another_one_as_any_worker():
+    write(
+        COMES + "if came_to is None:\n"
+        "    if rank == '0':\n        opens('first')\n        until('opened-second', 'over')\n"
+        "    else:\n        until('opened-first')\n        dies()\n"
+        "else:\n    opens('second')\n    dies()\n"
+    )
+    process = start("--nproc-per-node", "2", "--min", "1", "--max", "5", "--max-restarts", "2", "train.py")
+    err = read_until(process, "no more newcomers are started: --max-restarts is 2")
+    Path("over").touch()
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert err.count("takes part, one of 2") == 2
+    assert "newcomer 2 is started in the place of rank 1" in err
+    assert "newcomer 2 on localhost was killed by SIGKILL; 1 worker is left, and goes on" in err
+
+
+def test_after_three_newcomers_that_end_before_they_take_part_nobody_comes():
+    write(
+        COMES + "if came_to is not None:\n    sys.exit('no way')\n"
+        "if rank == '0':\n    opens('door')\n    until('over')\n"
+        "else:\n    until('opened-door')\n    dies()\n"
+    )
+    process = start("--min", "1", "--max", "2", "train.py")
+    err = read_until(process, "3 newcomers in a row have ended before they took part: no more are started")
+    Path("over").touch()
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    for number in (1, 2, 3):
+        assert f"newcomer {number} on localhost ended with status 1, before it took part" in err
+
+
+def test_who_cannot_come_without_a_door_is_said_once():
+    write(
+        COMES + "if came_to is None and rank < '2':\n    dies()\n"
+        "until('lost')\n"  # both are, as the launcher has said
+        "if rank == '2':\n    opens('late')\n"
+        "until('opened-0', 'opened-1') if came_to is None else opens(rank)\n"
+    )
+    process = start("--min", "2", "--max", "4", "train.py")
+    err = read_until(process, "2 workers are left, and go on")
+    Path("lost").touch()
+    out, rest = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err + rest
+    assert (err + rest).count("nobody can come in the place of a lost worker") == 1
+    assert sorted(re.findall(r"came to late as (\d)", out)) == ["0", "1"]
+
+
+def test_a_newcomer_that_has_not_come_when_all_have_ended_is_ended():
+    write(
+        COMES + "if came_to is not None:\n    said('there')\n    time.sleep(60)\n"
+        "if rank == '0':\n    opens('door')\n    until('there')\n"
+        "else:\n    until('opened-door')\n    dies()\n"
+    )
+    status, _, err = run("--min", "1", "--max", "2", "train.py")
+    assert status == 0, err
+    assert "all workers have ended, so newcomer 1 cannot come any more" in err
+
+
+def test_a_newcomer_comes_on_another_host_where_the_first_is_not_reached(tmp_path):
+    write(
+        COMES + "if came_to is None:\n    opens(rank)\n    until('opened-newcomers')\nelse:\n    opens('newcomers')\n"
+    )
+    (tmp_path / "hosts").write_text("one slots=2\ntwo slots=1\n")
+    unless_gone = """sh -c 'test ! -e gone-{host} && exec env TEST_HOST={host} sh -c "$0"' {command}"""
+    process = start("--hosts", "hosts", "--connect", unless_gone, "--min", "2", "--max", "3", "train.py")
+    for rank in range(3):
+        while not Path(f"opened-{rank}").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+    Path("gone-two").touch()
+    os.kill(agents(process)[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert re.search(r"the agent on two \(pid \d+ here\) was killed by SIGKILL, and rank 2 with it; 2 workers", err)
+    assert "two was not reached: " in err
+    assert "newcomer 1 is started in the place of rank 2, on one" in err
+    assert re.fullmatch(r"\[newcomer 1\] came to [01] as 2 2 one\n", out), out
+
+
 def test_who_does_not_end_is_named_where_all_others_failed_of_somebody():
     write(
         "import os, signal, sys, time\n"
@@ -494,6 +628,8 @@ def test_what_a_worker_leaves_behind_ends_with_it():
         (["--nproc-per-node", "2", "--min", "3", "train.py"], "--min 3 is more than the 2 workers"),
         (["--nproc-per-node", "2", "--servers", "1", "--min", "1", "train.py"], "leave out --servers"),
         (["--nproc-per-node", "2", "--clients", "1", "--min", "1", "train.py"], "leave out --clients"),
+        (["--nproc-per-node", "2", "--max", "2", "train.py"], "give --min, too"),
+        (["--nproc-per-node", "2", "--min", "1", "--max", "1", "train.py"], "--max 1 is less than the 2 workers"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path, arguments, said):

@@ -30,7 +30,7 @@ ps.shutdown()
 """
 GIVEN = (
     *("workers", "nproc_per_node", "hosts", "nnodes", "node_rank", "master_addr", "master_port", "clients", "min"),
-    "log_dir",
+    *("max", "log_dir"),
 )
 OTHERS = ("PENSTOCK_", "SLURM_", "PMI", "OMPI_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "MPI_")
 
@@ -160,5 +160,6 @@ def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkey
 
 
 def test_who_is_lost_ends_the_tasks_of_another_launcher():
-    with pytest.raises(ConfigError, match="--min: this process is one task of another launcher"):
-        becomes(task(0, 2), min=1)
+    for name in ("min", "max"):
+        with pytest.raises(ConfigError, match=f"--{name}: this process is one task of another launcher"):
+            becomes(task(0, 2), **{name: 1})

@@ -50,6 +50,7 @@ def test_options_that_contradict_each_other_are_refused(words, said):
 
 def test_who_asks_for_restarts_is_told_that_there_are_none():
     assert "no worker is started again" in torchruns.take(parsed("--max-restarts", "3"))
+    assert torchruns.take(parsed("--max-restarts", "3", "--min", "2", "--max", "3")) is None
 
 
 def test_workers_of_a_host_may_be_as_many_as_its_processors(capsys):

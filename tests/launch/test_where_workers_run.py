@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.launch.placement import Host, NodeRank, parse_hosts, place, place_servers, variables
+from penstock.launch.placement import Host, NodeRank, parse_hosts, place, place_servers, shown, variables
 
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1, max_size=6, unique=True)
 
@@ -98,6 +98,15 @@ def test_a_worker_is_told_what_torchrun_would_tell_it():
     assert "OMP_NUM_THREADS" not in told
     assert variables(worker, ("a", 29500), "run", {}, processors=8)["OMP_NUM_THREADS"] == "2"
     assert variables(worker, ("a", 29500), "run", {}, processors=1)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_newcomer_is_told_the_place_of_the_worker_that_it_follows():
+    lost = place([Host("a", 2), Host("b", 4)], None, None)[1][2]
+    newcomer = replace(lost, newcomer=3)
+    told = {"processors": 8, "given": {}, "run_id": "run", "meet": ("a", 29500)}
+    assert variables(newcomer, **told) == variables(lost, **told)
+    assert (newcomer.key, newcomer.name, newcomer.is_server) == (8, "newcomer 3", False)
+    assert shown([lost, newcomer]) == "rank 4, newcomer 3"
 
 
 def servers(hosts, workers, count):

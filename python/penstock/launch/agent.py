@@ -6,8 +6,8 @@ its own, which ends with it.
 
 Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "environment"}]}``, then ``{"signal": N}``.
 Output: `HELLO` with free ports, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
-output, ``{"stopped"}`` and ``{"continued"}`` as a signal has stopped one or let it go on, ``{"ended", "status"}``, and
-``{"failed", "why"}`` if one could not be started.
+output, ``{"rank", "door"}`` when it has said where newcomers come in, ``{"stopped"}`` and ``{"continued"}`` as a signal
+has stopped one or let it go on, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import threading
 import time
 from typing import Any
 
-from penstock import config
+from penstock import config, launcher_pipe
 from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
 
 __all__ = ["main"]
@@ -61,16 +61,21 @@ class WorkerProcess:
     def __init__(self, rank: int, command: list[str], environment: dict[str, str], cwd: str, reports: Reports) -> None:
         self._rank = rank
         self._reports = reports
-        self._process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**config.current_environment(), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,  # no thread has been started that could hold a lock
-        )
+        self._told, inherited, variable = launcher_pipe.offer()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env={**config.current_environment(), **environment, **variable},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(inherited,),
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # no thread has been started that could hold a lock
+            )
+        finally:
+            os.close(inherited)
         reports.send(started=rank, pid=self._process.pid)
 
     def watch(self) -> threading.Thread:
@@ -81,6 +86,7 @@ class WorkerProcess:
             for number, stream in enumerate(streams, start=1)
             if stream is not None
         ]
+        readers.append(threading.Thread(target=self._hear, daemon=True))
         waiter = threading.Thread(target=self._wait, args=(readers,), daemon=True)
         for thread in (*readers, waiter):
             thread.start()
@@ -106,6 +112,13 @@ class WorkerProcess:
 
     def _say(self, stream: int, line: bytes) -> None:
         self._reports.send(rank=self._rank, stream=stream, text=line.decode("utf-8", "backslashreplace"))
+
+    def _hear(self) -> None:
+        with self._told as pipe:
+            while line := pipe.readline(launcher_pipe.LINE_MAX):
+                door = (decode(line) or {}).get("door")
+                if isinstance(door, str):
+                    self._reports.send(rank=self._rank, door=door)
 
     def _wait(self, readers: list[threading.Thread]) -> None:
         self._report_stops()

@@ -25,6 +25,6 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The message of a line, or None if it is none."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None

@@ -46,6 +46,8 @@ class Seat:
         hosts: Number of hosts.
         world_size: Number of workers.
         servers: Number of servers.
+        newcomer: Its number among newcomers, from 1, if it comes in the place of a lost worker, whose rank it has here.
+            Its job gives it another one. 0: it is none.
     """
 
     rank: int
@@ -55,6 +57,12 @@ class Seat:
     hosts: int
     world_size: int
     servers: int = 0
+    newcomer: int = 0
+
+    @property
+    def key(self) -> int:
+        """A number that no other process of the job has: of newcomers behind all ranks."""
+        return self.world_size + self.servers + self.newcomer - 1 if self.newcomer else self.rank
 
     @property
     def is_server(self) -> bool:
@@ -68,7 +76,9 @@ class Seat:
 
     @property
     def name(self) -> str:
-        """``rank 3`` or ``server 1``."""
+        """``rank 3``, ``server 1`` or ``newcomer 2``."""
+        if self.newcomer:
+            return f"newcomer {self.newcomer}"
         return f"{'server' if self.is_server else 'rank'} {self.number}"
 
 
@@ -257,10 +267,8 @@ def variables(
 
 def shown(seats: Iterable[Seat]) -> str:
     """Those of a host, whose numbers follow each other: ``ranks 0-3, server 0``."""
-    every = list(seats)
-    both = [("rank", [one for one in every if not one.is_server]), ("server", [one for one in every if one.is_server])]
-    return ", ".join(
-        f"{word} {of[0].number}" if len(of) == 1 else f"{word}s {of[0].number}-{of[-1].number}"
-        for word, of in both
-        if of
-    )
+    numbers: dict[str, list[str]] = {}
+    for seat in seats:
+        word, number = seat.name.split()
+        numbers.setdefault(word, []).append(number)
+    return ", ".join(f"{word} {of[0]}" if len(of) == 1 else f"{word}s {of[0]}-{of[-1]}" for word, of in numbers.items())

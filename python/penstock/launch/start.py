@@ -8,7 +8,7 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ examples:
   penstock run --hosts hosts.txt --clients auto train.py         those of a host sum first if that is faster
   penstock run --workers 4 --clients 2 train.py                  2 groups that sum inside, and then between them
   penstock run --workers 4 --min 3 train.py                      goes on without one that is lost
+  penstock run --min 3 --max 4 train.py                          starts 4, and a new one in the place of each lost one
   penstock run --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29500 train.py
                                                                  on each of 2 hosts, as with torchrun
   srun penstock run train.py                                     each task of Slurm or mpirun becomes a worker
@@ -87,6 +88,14 @@ def add_to(commands: Any) -> None:
         metavar="K",
         help="when a worker is lost the others go on, as long as K are left; the program's job is elastic then "
         "(default: the first failure ends all)",
+    )
+    parser.add_argument(
+        "--max",
+        type=count,
+        metavar="N",
+        help="with --min: a new worker is started in the place of each lost one, if the program makes "
+        "penstock.Newcomers; there are never more of them than at the start: N, or as many as other options say, and "
+        "the rest of N you may start by hand (default: nobody comes)",
     )
     parser.add_argument(
         "--hosts", type=Path, metavar="FILE", help="start workers on these hosts (default: on this one)"
@@ -222,7 +231,7 @@ def _clients(text: str) -> str:
 
 def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: list[str]) -> LaunchPlan:
     hosts, node = _hosts(options)
-    placed = place(hosts, options.workers, options.nproc_per_node, node)
+    placed = place(hosts, _workers(options, hosts), options.nproc_per_node, node)
     apart = place_servers(hosts, placed, options.servers, node)
     servers = options.servers or sum(map(len, apart))
     seats = [
@@ -236,7 +245,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         world_size = next(worker.world_size for of in placed for worker in of)
         grouping.check(options.clients, world_size, "--clients")
         told["PENSTOCK_GROUPS"] = options.clients
-    if options.min is not None:
+    if options.min is not None or options.max is not None:
         told |= _elastic(options, sum(map(len, placed)), several_launchers=node.count > 1)
     connect = shlex.split(options.connect)
     if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
@@ -258,11 +267,22 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         log_dir=options.log_dir,
         joint=node.count > 1,
         workers_min=options.min,
+        replaces=options.max is not None,
+        newcomers_max=options.max_restarts,
     )
 
 
+def _workers(options: argparse.Namespace, hosts: Sequence[Host]) -> int | None:
+    """The number of workers in all, if the command line says it: by ``--max`` where nothing else does."""
+    each = options.nproc_per_node is not None or any(host.slots is not None for host in hosts)
+    workers: int | None = options.max if options.workers is None and not each else options.workers
+    return workers
+
+
 def _elastic(options: argparse.Namespace, workers: int, *, several_launchers: bool) -> dict[str, str]:
-    """What workers are told with ``--min``."""
+    """What workers are told with ``--min``, and with ``--max``."""
+    if options.min is None:
+        raise ConfigError("--max: new workers come to a job that goes on without lost ones; give --min, too")
     others = {
         "--servers": bool(options.servers),
         "--clients": options.clients is not None,
@@ -273,6 +293,8 @@ def _elastic(options: argparse.Namespace, workers: int, *, several_launchers: bo
             raise ConfigError(f"--min goes with workers that one launcher starts, and nothing else: leave out {name}")
     if options.min > workers:
         raise ConfigError(f"--min {options.min} is more than the {workers} workers that are started")
+    if options.max is not None and options.max < workers:
+        raise ConfigError(f"--max {options.max} is less than the {workers} workers that are started")
     return {"PENSTOCK_ELASTIC": "1", "PENSTOCK_RANKS_MIN": str(options.min)}
 
 

@@ -2,7 +2,8 @@
 
 An agent on each host (`penstock.launch.agent`) holds that host's processes. A thread per agent reads what it reports:
 output is shown at once, events go to the one thread that decides. Nothing is waited for without a bound but a job that
-is well.
+is well. A newcomer in the place of a lost worker has an agent of its own, so that it can come where the first one is
+gone; whether one is to come is decided in `penstock.launch.vacancies`.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
+from penstock.config import PREFIX
 from penstock.errors import PenstockError
-from penstock.launch.messages import HELLO, LINE_MAX, decode, encode
+from penstock.launch.agent_links import AgentLink, command_for
+from penstock.launch.output import Output
 from penstock.launch.placement import THIS_MACHINE, Host, Seat, shown, variables
-from penstock.launchers import MeetingPoint
+from penstock.launch.vacancies import Vacancies
+from penstock.launchers import OF_THE_JOB, MeetingPoint
 
-__all__ = ["AGENT", "Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
+__all__ = ["Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
 
-AGENT = (sys.executable, "-m", "penstock.launch.agent")
 SERVER = (sys.executable, "-m", "penstock", "server")
 START_S = 60.0
 """For all hosts to be reached."""
@@ -68,6 +71,8 @@ class LaunchPlan:
         joint: Whether other launchers start workers of the same job. Then servers here may have to outlive the workers
             here; they end by themselves when all have ended, or one is lost.
         workers_min: Of an elastic job: as long as so many workers are left, or have ended well, the others go on.
+        replaces: Whether newcomers are started in the places of those that are lost then.
+        newcomers_max: How many in all; None: as many as are needed.
         grace_s: After a failure, seconds that the others have to end by themselves, and to save what they hold.
         log_dir: Where each worker's output is kept as a file, too; or None.
     """
@@ -83,6 +88,8 @@ class LaunchPlan:
     run_id: str
     joint: bool = field(default=False, kw_only=True)
     workers_min: int | None = field(default=None, kw_only=True)
+    replaces: bool = field(default=False, kw_only=True)
+    newcomers_max: int | None = field(default=None, kw_only=True)
     grace_s: float
     log_dir: Path | None = None
 
@@ -109,93 +116,28 @@ class Interrupted(PenstockError):
         self.number = number
 
 
-@dataclass
-class _Agent:
-    """One host's agent, as the launcher sees it."""
-
-    host: Host
-    process: subprocess.Popen[bytes]
-    processors: int = 0
-    ports: tuple[int, ...] = ()
-    """Free ones."""
-    said_hello: bool = False
-    left: set[int] = field(default_factory=set)
-    """Ranks that run on it."""
-    pids: list[int] = field(default_factory=list)
-
-    def order(self, message: dict[str, Any]) -> None:
-        """Write a message; an agent that is gone is noticed by its reader."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(encode(message))
-            self.process.stdin.flush()
-
-
-class _Output:
-    """Workers' and servers' lines, whole and labelled."""
-
-    def __init__(self, names: Mapping[int, str], log_dir: Path | None) -> None:
-        words = [name.split() for name in names.values()]
-        widths = {kind: max(len(number) for of, number in words if of == kind) for kind, _ in words}
-        self._labels = {
-            rank: f"[{kind} {number:>{widths[kind]}}]" for rank, (kind, number) in zip(names, words, strict=True)
-        }
-        self._files = {rank: name.replace(" ", "-") for rank, name in names.items()}
-        self._lock = threading.Lock()
-        self._printing = threading.Lock()  # held for long if nobody reads
-        self._log_dir = log_dir
-        self._logs: dict[tuple[int, int], IO[str]] = {}
-        self.last_line: dict[int, str] = {}
-        """The last line that each rank wrote to standard error, if it was not empty."""
-        for rank, stream in itertools.product(names, (1, 2)) if log_dir is not None else ():
-            self._log_file(rank, stream).unlink(missing_ok=True)  # of an earlier run
-
-    def _log_file(self, rank: int, stream: int) -> Path:
-        assert self._log_dir is not None
-        return self._log_dir / f"{self._files[rank]}.{'out' if stream == 1 else 'err'}"
-
-    def log(self, rank: int, stream: int, text: str) -> None:
-        """Keep a line, if lines are kept. Raises OSError if it cannot be."""
-        with self._lock:
-            if stream == 2 and text.strip():
-                self.last_line[rank] = text.strip()
-            if self._log_dir is None:
-                return
-            if (rank, stream) not in self._logs:
-                self._logs[rank, stream] = self._log_file(rank, stream).open("w", encoding="utf-8", buffering=1)
-            self._logs[rank, stream].write(text + "\n")
-
-    def show(self, rank: int, stream: int, text: str) -> None:
-        """Print a line. Raises OSError when nobody reads any more."""
-        target = sys.stdout if stream == 1 else sys.stderr
-        with self._printing:
-            target.write(f"{self._labels[rank]} {text}\n")
-            target.flush()
-
-    def close(self) -> None:
-        with self._lock:
-            for log in self._logs.values():
-                with contextlib.suppress(OSError):
-                    log.close()
-
-
 class Supervisor:
     """Runs a `LaunchPlan`."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
-        self._agents: list[_Agent] = []
+        self._agents: list[AgentLink] = []
         self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._seat_of = {seat.rank: seat for seats in plan.seats for seat in seats}
-        self._output = _Output({rank: seat.name for rank, seat in self._seat_of.items()}, plan.log_dir)
-        self._host_of = {seat.rank: host for host, seats in zip(plan.hosts, plan.seats, strict=True) for seat in seats}
+        self._seat_of = {seat.key: seat for seats in plan.seats for seat in seats}
+        self._output = Output(plan.log_dir)
+        self._output.add({key: seat.name for key, seat in self._seat_of.items()})
+        self._host_of = {seat.key: host for host, seats in zip(plan.hosts, plan.seats, strict=True) for seat in seats}
         self._first = next(index for index, seats in enumerate(plan.seats) if seats and not seats[0].is_server)
+        self._meet = ("", 0)
         self._ended: dict[int, int] = {}
-        """Status of each rank, in the order in which they ended."""
+        """Status of each, in the order in which they ended; without newcomers that have never taken part."""
         self._lost: set[int] = set()
         """Workers without which the others have gone on."""
         self._stopped: set[int] = set()
-        """Ranks that a signal has stopped."""
+        """Those that a signal has stopped."""
+        self._vacancies = Vacancies(plan.newcomers_max)
+        if not plan.replaces:
+            self._vacancies.close()
         self._ends = False
         """All are to end: nobody goes on."""
         self._unread: set[int] = set()
@@ -209,7 +151,7 @@ class Supervisor:
         """Start all workers and wait until they have ended. No process of the job is left afterwards, however it ends.
 
         Args:
-            tell: Is told who runs where, and without whom the others go on.
+            tell: Is told who runs where, without whom the others go on, and who comes.
 
         Raises:
             JobFailed: A host could not be reached, or a worker or an agent failed.
@@ -220,16 +162,16 @@ class Supervisor:
             try:
                 self._reach()
                 port = self._plan.meet_port or self._agents[self._first].ports[0]
-                meet = (self._plan.meet_host or self._first_host(), port)
-                self._start(meet)
+                self._meet = (self._plan.meet_host or self._first_host(), port)
+                self._ordered = True
+                for agent in self._agents:
+                    self._start(agent)
                 self._wait(lambda: not self._starting(), START_S, "the workers were not started")
-                tell(self._who_is_where(meet))
-                while self._workers_run():
-                    self._handle(math.inf)
-                    if self._only_stopped_are_left():
-                        return
+                tell(self._who_is_where())
+                if not self._await_workers():
+                    return
                 limit_s = math.inf if self._plan.joint else SERVERS_S
-                self._wait(lambda: not self._running(), limit_s, self._servers_left)
+                self._wait(lambda: not self._taking_part(), limit_s, self._servers_left)
             except JobFailed as failure:
                 raise self._cause(failure) from None
             except Interrupted:
@@ -241,106 +183,165 @@ class Supervisor:
     # Starting.
 
     def _reach(self) -> None:
-        for host in self._plan.hosts:
-            command = self._connect(host)
-            try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-                )
-            except OSError as error:
-                raise JobFailed(f"{command[0]}, which reaches {host.name}, cannot be started: {error}", 2) from error
-            agent = _Agent(host, process)
-            self._agents.append(agent)
-            reader = threading.Thread(target=self._read, args=(agent,), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        for host, seats in zip(self._plan.hosts, self._plan.seats, strict=True):
+            self._call(host, seats)
         self._wait(
             lambda: all(agent.said_hello for agent in self._agents),
             START_S,
             lambda: "no answer from " + ", ".join(agent.host.name for agent in self._agents if not agent.said_hello),
         )
 
-    def _connect(self, host: Host) -> list[str]:
-        if host.name == THIS_MACHINE:
-            return list(AGENT)
-        line = f"exec {shlex.join(AGENT)}"
-        return [word.replace("{host}", host.name).replace("{command}", line) for word in self._plan.connect]
+    def _call(self, host: Host, seats: Sequence[Seat], **of_newcomer: Any) -> None:
+        """Begin to reach an agent on this host."""
+        command = command_for(host, self._plan.connect)
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            raise JobFailed(f"{command[0]}, which reaches {host.name}, cannot be started: {error}", 2) from error
+        agent = AgentLink(host, process, seats, **of_newcomer)
+        self._agents.append(agent)
+        reader = threading.Thread(target=self._read, args=(agent,), daemon=True)
+        reader.start()
+        self._readers.append(reader)
 
     def _first_host(self) -> str:
         name = self._plan.hosts[self._first].name
         return "127.0.0.1" if name == THIS_MACHINE else name
 
-    def _rendezvous(self, host: str) -> dict[str, str]:
+    def _rendezvous(self) -> dict[str, str]:
         """Where workers and servers meet, if there are servers: a program may use MASTER_PORT for torch.distributed."""
         if self._plan.joint or not any(seat.is_server for seat in self._seat_of.values()):
             return {}
-        point = MeetingPoint("tcp", host, self._agents[self._first].ports[1])
+        point = MeetingPoint("tcp", self._meet[0], self._agents[self._first].ports[1])
         return {"PENSTOCK_RENDEZVOUS": str(point)}
 
-    def _start(self, meet: tuple[str, int]) -> None:
-        more = {**self._rendezvous(meet[0]), **self._plan.environment}
-        for agent, seats in zip(self._agents, self._plan.seats, strict=True):
-            agent.left = {seat.rank for seat in seats}
-            orders = [
-                {
-                    "rank": seat.rank,
-                    "command": list(SERVER if seat.is_server else self._plan.command),
-                    "environment": {
-                        **variables(seat, meet, self._plan.run_id, self._plan.environment, agent.processors),
-                        **more,
-                    },
-                }
-                for seat in seats
-            ]
-            agent.order({"cwd": self._plan.cwd, "workers": orders})
-        self._ordered = True
+    def _start(self, agent: AgentLink) -> None:
+        """Have an agent start what it is there for."""
+        more = {**self._rendezvous(), **self._plan.environment}
+        if agent.door is not None:
+            refused = {f"{PREFIX}{name.upper()}" for name in OF_THE_JOB}
+            more = {name: value for name, value in more.items() if name not in refused}
+            more[f"{PREFIX}JOIN"] = agent.door
+        orders = [
+            {
+                "rank": seat.key,
+                "command": list(SERVER if seat.is_server else self._plan.command),
+                "environment": {
+                    **variables(seat, self._meet, self._plan.run_id, self._plan.environment, agent.processors),
+                    **more,
+                },
+            }
+            for seat in agent.seats
+        ]
+        agent.left = {seat.key for seat in agent.seats}
+        agent.order({"cwd": self._plan.cwd, "workers": orders})
 
     def _starting(self) -> bool:
-        return any(len(agent.pids) < len(of) for agent, of in zip(self._agents, self._plan.seats, strict=True))
+        return any(len(agent.pids) < len(agent.seats) for agent in self._agents if agent.door is None)
 
-    def _who_is_where(self, meet: tuple[str, int]) -> str:
+    def _who_is_where(self) -> str:
         servers = sum(seat.is_server for seat in self._seat_of.values())
         workers = len(self._seat_of) - servers
         what = f"{workers} worker{'s' if workers > 1 else ''}"
         what += f" and {servers} server{'s' if servers > 1 else ''}" if servers else ""
         alone = workers + servers == 1
-        lines = [f"{what}, at {meet[0]}" if alone else f"{what}, which meet at {meet[0]}:{meet[1]}"]
-        for agent, seats in zip(self._agents, self._plan.seats, strict=True):
+        host, port = self._meet
+        lines = [f"{what}, at {host}" if alone else f"{what}, which meet at {host}:{port}"]
+        for agent in self._agents:
             pids = ", ".join(map(str, agent.pids))
             lines.append(
-                f"  {agent.host.name}: {shown(seats)} (pid {pids})" if seats else f"  {agent.host.name}: nothing"
+                f"  {agent.host.name}: {shown(agent.seats)} (pid {pids})"
+                if agent.seats
+                else f"  {agent.host.name}: nothing"
             )
         return "\n".join(lines)
 
+    # Newcomers in the places of lost workers.
+
+    def _fill_places(self) -> None:
+        """Begin to start newcomers, as far as places are vacant and somebody can come."""
+        running = self._taking_part() - self._stopped  # one that is stopped lets nobody in
+        while (found := self._vacancies.next(running)) is not None:
+            seat, door = found
+            others = {self._seat_of[key].host for key in running} - {seat.host}
+            self._bring(seat, door, [seat.host, *sorted(others)])
+        why = self._vacancies.why_nobody(running)
+        if why is not None:
+            self._tell(why)
+        for agent in self._agents:
+            if not agent.said_hello and time.monotonic() > agent.answers_by_s:
+                agent.process.kill()  # which its reader notices
+
+    def _bring(self, seat: Seat, door: str, hosts: Sequence[int]) -> None:
+        """Begin to start a newcomer on the first of these hosts, or else on the next one."""
+        index, *others = hosts
+        host = self._plan.hosts[index]
+        there = (self._seat_of[key] for key in self._taking_part() | {*self._vacancies.coming} - {seat.key})
+        taken = {other.local_rank for other in there if other.host == index}
+        if index != seat.host or seat.local_rank in taken:
+            free = next(number for number in itertools.count() if number not in taken)
+            seat = replace(seat, host=index, local_rank=free, local_size=len(self._plan.seats[index]))
+        self._seat_of[seat.key], self._host_of[seat.key] = seat, host
+        self._output.add({seat.key: seat.name})
+        try:
+            self._call(host, [seat], door=door, other_hosts=others, answers_by_s=time.monotonic() + START_S)
+        except JobFailed as failure:
+            self._not_reached(seat, door, others, failure)
+
+    def _not_reached(self, seat: Seat, door: str, other_hosts: Sequence[int], failure: JobFailed) -> None:
+        if other_hosts and not self._ends:
+            self._tell(str(failure))
+            self._bring(seat, door, other_hosts)
+        else:
+            self._never_came(seat.key, str(failure))
+
+    def _never_came(self, key: int, why: str) -> None:
+        """A newcomer has not come so far that it took part: nobody misses it."""
+        self._vacancies.failed(key)
+        if not self._ends:
+            self._tell(why)
+
+    def _await_workers(self) -> bool:
+        """Wait until all workers have ended, or those that are left do not end by themselves: then it returns False.
+
+        A newcomer that has not come by then finds nobody any more.
+        """
+        while self._workers_run():
+            self._handle(math.inf)
+            self._fill_places()
+            if not self._workers_run():
+                # That one takes part may be on its way still: it has made the last step with the others.
+                self._waited(lambda: self._workers_run() or not self._running(), GONE_S)
+            if self._only_stopped_are_left():
+                break
+        late = ", ".join(self._seat_of[key].name for key in sorted(self._vacancies.coming))
+        if late:
+            self._tell(f"all workers have ended, so {late} cannot come any more")
+        return not self._workers_run()
+
     # What agents report.
 
-    def _read(self, agent: _Agent) -> None:
+    def _read(self, agent: AgentLink) -> None:
         """Thread: pass on all that an agent reports."""
-        assert agent.process.stdout is not None
-        greeted = False
-        while line := agent.process.stdout.readline(LINE_MAX):
-            message = decode(line)
-            greeted = greeted or (message is not None and message.get("hello") == HELLO)
-            if not greeted or message is None:
-                continue
+        for message in agent.reports():
             if "text" in message:
                 self._show(message["rank"], message["stream"], message["text"])
             else:
                 self._events.put(("report", (agent, message)))
         self._events.put(("gone", agent))
 
-    def _show(self, rank: int, stream: int, text: str) -> None:
+    def _show(self, key: int, stream: int, text: str) -> None:
         """Keep and print a line; say once what stands in the way."""
         try:
-            self._output.log(rank, stream, text)
+            self._output.log(key, stream, text)
         except OSError as error:
-            name = self._seat_of[rank].name
+            name = self._seat_of[key].name
             failure = JobFailed(f"a line of {name} cannot be kept in {self._plan.log_dir}: {error}", 1)
             self._events.put(("failure", failure))
         if stream in self._unread:
             return
         try:
-            self._output.show(rank, stream, text)
+            self._output.show(key, stream, text)
         except (OSError, ValueError):
             self._unread.add(stream)
             self._events.put(("signal", signal.SIGPIPE))
@@ -360,54 +361,90 @@ class Supervisor:
         else:
             self._reported(*what)
 
-    def _reported(self, agent: _Agent, message: dict[str, Any]) -> None:
+    def _reported(self, agent: AgentLink, message: dict[str, Any]) -> None:
         if "hello" in message:
             agent.said_hello, agent.processors = True, message["processors"]
             agent.ports = tuple(message["ports"])
+            if agent.door is not None and not self._ends:
+                self._start(agent)
         elif "started" in message:
             agent.pids.append(message["pid"])
+            if agent.door is not None:
+                [seat] = agent.seats
+                place = f"the place of rank {seat.rank}, on {agent.host.name} (pid {message['pid']})"
+                self._tell(f"{seat.name} is started in {place}")
+        elif "door" in message:
+            key = message["rank"]
+            if self._vacancies.opened(key, message["door"]) and not self._ends:
+                self._tell(f"{self._seat_of[key].name} takes part, one of {len(self._taking_part())}")
         elif "failed" in message:
-            # Those behind it were not tried.
-            agent.left = {rank for rank in agent.left if rank < message["failed"]}
-            name = self._seat_of[message["failed"]].name
-            raise JobFailed(f"{name} on {agent.host.name} cannot be started: {message['why']}", 2)
+            self._not_started(agent, message["failed"], message["why"])
         elif "stopped" in message:
             self._stopped.add(message["stopped"])
         elif "continued" in message:
             self._stopped.discard(message["continued"])
         elif "ended" in message:
-            rank, status = message["ended"], message["status"]
-            agent.left.discard(rank)
-            self._ended[rank] = status
-            if status != 0:
-                failure = self._ending(rank)
-                if not self._go_on_without([rank], failure):
-                    raise failure
+            self._one_ended(agent, message["ended"], message["status"])
+
+    def _not_started(self, agent: AgentLink, key: int, why: str) -> None:
+        # Those behind it were not tried.
+        agent.left = {other for other in agent.left if other < key}
+        failure = JobFailed(f"{self._seat_of[key].name} on {agent.host.name} cannot be started: {why}", 2)
+        if key not in self._vacancies.coming:
+            raise failure
+        self._never_came(key, str(failure))
+
+    def _one_ended(self, agent: AgentLink, key: int, status: int) -> None:
+        agent.left.discard(key)
+        if agent.door is not None:
+            agent.dismiss()
+        if key in self._vacancies.coming:
+            self._never_came(key, f"{self._ending(key, status)}, before it took part")
+            return
+        self._ended[key] = status
+        if status == 0:
+            self._vacancies.close()  # the others have no more to do, either
+            return
+        failure = self._ending(key, status)
+        if not self._go_on_without([key], failure):
+            raise failure
 
     def _signalled(self, number: int) -> None:
         if number == signal.SIGPIPE and self._ends:
             return  # workers are saving what they have, whoever reads of it
-        for agent in self._agents:
-            agent.order({"signal": signal.SIGTERM if number == signal.SIGPIPE else number})
+        self._signal_all(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             raise Interrupted(number)
 
-    def _agent_gone(self, agent: _Agent) -> None:
+    def _signal_all(self, *numbers: int) -> None:
+        for agent in self._agents:
+            for number in numbers if agent.left else ():
+                agent.order({"signal": number})
+
+    def _agent_gone(self, agent: AgentLink) -> None:
         if not agent.left and agent.said_hello and (self._ordered or self._ends):
             return
         status = agent.process.wait()
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
-            raise JobFailed(f"{agent.host.name} was not reached: `{shlex.join(self._connect(agent.host))}` {how}", 1)
+            command = shlex.join(command_for(agent.host, self._plan.connect))
+            failure = JobFailed(f"{agent.host.name} was not reached: `{command}` {how}", 1)
+            if agent.door is None:
+                raise failure
+            self._agents.remove(agent)
+            self._not_reached(agent.seats[0], agent.door, agent.other_hosts, failure)
+            return
         if not self._ordered:
             raise JobFailed(f"the agent on {agent.host.name} {how} before anything was started there", 1)
         lost = sorted(agent.left)
-        ranks = shown(self._seat_of[rank] for rank in lost)
+        ranks = shown(self._seat_of[key] for key in lost)
         agent.left.clear()
         failure = JobFailed(
             f"the agent on {agent.host.name} (pid {agent.process.pid} here) {how}, and {ranks} with it", 1
         )
-        if not self._go_on_without(lost, failure):
+        if lost[0] in self._vacancies.coming:
+            self._never_came(lost[0], str(failure))
+        elif not self._go_on_without(lost, failure):
             raise failure
 
     def _go_on_without(self, lost: Sequence[int], failure: JobFailed) -> bool:
@@ -415,11 +452,13 @@ class Supervisor:
         least = self._plan.workers_min
         if least is None or self._ends or self._starting():
             return False
-        left = len(self._left()) + self._ended_well()
+        left = len(self._taking_part()) + self._ended_well()
         if left < least:
             self._tell(f"{left} worker{'s are' if left != 1 else ' is'} left, and --min is {least}")
             return False
         self._lost.update(lost)
+        for key in lost:
+            self._vacancies.lost(self._seat_of[key])
         self._tell(
             f"{failure}; {left} worker{'s are' if left != 1 else ' is'} left, and go{'es' if left == 1 else ''} on"
         )
@@ -432,25 +471,30 @@ class Supervisor:
         """
         least = self._plan.workers_min
         deadline_s = time.monotonic() + self._plan.grace_s
-        while least is not None and self._ended_well() >= least and self._running() and self._left() <= self._stopped:
+        while least is not None and self._ended_well() >= least and self._workers_run():
+            if self._taking_part() - self._stopped:
+                return False
             if time.monotonic() > deadline_s:
-                for rank in sorted(self._left()):
-                    name = f"{self._seat_of[rank].name} on {self._host_of[rank].name}"
+                for key in sorted(self._taking_part()):
+                    name = f"{self._seat_of[key].name} on {self._host_of[key].name}"
                     self._tell(f"{name} is stopped by a signal, and the others have ended: it is ended, too")
                 return True
             self._handle(deadline_s - time.monotonic())
         return False
 
     def _wait(self, done: Callable[[], bool], limit_s: float, otherwise: str | Callable[[], str]) -> None:
+        if not self._waited(done, limit_s):
+            text = otherwise if isinstance(otherwise, str) else otherwise()
+            raise JobFailed(f"{text} within {limit_s:g} s", 1)
+
+    def _waited(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Handle events until it is done, or the time is over. Returns whether it is done."""
         deadline_s = time.monotonic() + limit_s
         while not done():
             self._handle(deadline_s - time.monotonic())
             if time.monotonic() > deadline_s:
-                text = otherwise if isinstance(otherwise, str) else otherwise()
-                raise JobFailed(f"{text} within {limit_s:g} s", 1)
-
-    def _left(self) -> set[int]:
-        return {rank for agent in self._agents for rank in agent.left}
+                return False
+        return True
 
     def _ended_well(self) -> int:
         return sum(status == 0 for status in self._ended.values())
@@ -458,11 +502,15 @@ class Supervisor:
     def _running(self) -> bool:
         return any(agent.left for agent in self._agents)
 
+    def _taking_part(self) -> set[int]:
+        """Keys of those that run and are missed when they are lost."""
+        return {key for agent in self._agents for key in agent.left} - self._vacancies.coming.keys()
+
     def _workers_run(self) -> bool:
-        return any(not self._seat_of[rank].is_server for agent in self._agents for rank in agent.left)
+        return any(not self._seat_of[key].is_server for key in self._taking_part())
 
     def _servers_left(self) -> str:
-        left = shown(self._seat_of[rank] for agent in self._agents for rank in sorted(agent.left))
+        left = shown(self._seat_of[key] for key in sorted(self._taking_part()))
         return f"all workers have ended, but {left} did not (does the program call penstock.init?)"
 
     # The end.
@@ -474,19 +522,20 @@ class Supervisor:
         self._gather(self._plan.grace_s - SETTLE_S)
         if first.rank is None:
             return first
-        if all(self._is_consequence(rank) == (True, True) for rank in failed):
+        if all(self._is_consequence(key) == (True, True) for key in failed):
             # Servers end quickly; a worker's interpreter may take longer to end than they. And those without which the
             # others went on may be why these could not.
-            failed = [rank for rank, status in self._ended.items() if status != 0]
-        cause = self._ending(min(failed, key=self._is_consequence))
-        if all(self._is_consequence(rank) == (True, True) for rank in failed) and self._running():
+            failed = [key for key, status in self._ended.items() if status != 0]
+        worst = min(failed, key=self._is_consequence)
+        cause = self._ending(worst, self._ended[worst])
+        if all(self._is_consequence(key) == (True, True) for key in failed) and self._taking_part():
             # Nothing is heard of who is stopped, or of a host that is gone.
-            left = shown(self._seat_of[rank] for agent in self._agents for rank in sorted(agent.left))
+            left = shown(self._seat_of[key] for key in sorted(self._taking_part()))
             cause = JobFailed(f"{cause}, and {left} did not end: look there first", cause.status, cause.rank)
         return cause
 
     def _failed(self) -> list[int]:
-        return [rank for rank, status in self._ended.items() if status != 0 and rank not in self._lost]
+        return [key for key, status in self._ended.items() if status != 0 and key not in self._lost]
 
     def _gather(self, limit_s: float) -> None:
         """Wait for workers that end, whether well or not. A second signal ends the wait."""
@@ -496,33 +545,27 @@ class Supervisor:
             with contextlib.suppress(JobFailed):
                 self._handle(deadline_s - time.monotonic())
 
-    def _is_consequence(self, rank: int) -> tuple[bool, bool]:
+    def _is_consequence(self, key: int) -> tuple[bool, bool]:
         """Sorts who failed of another one behind who did not; who is equal stays in the order of ends."""
-        last = self._output.last_line.get(rank, "")
-        return self._ended[rank] >= 0, any(word in last for word in CONSEQUENCES)
+        last = self._output.last_line.get(key, "")
+        return self._ended[key] >= 0, any(word in last for word in CONSEQUENCES)
 
-    def _ending(self, rank: int) -> JobFailed:
-        status = self._ended[rank]
+    def _ending(self, key: int, status: int) -> JobFailed:
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         return JobFailed(
-            f"{self._seat_of[rank].name} on {self._host_of[rank].name} {how}",
+            f"{self._seat_of[key].name} on {self._host_of[key].name} {how}",
             128 - status if status < 0 else status,
-            rank,
+            key,
         )
 
     def _end(self) -> None:
         """End every process that is left, agents included, in at most `TERMINATE_S` and twice `GONE_S`."""
         for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, GONE_S)):
-            if self._running():
-                for agent in self._agents:
-                    agent.order({"signal": number})
-                    agent.order({"signal": signal.SIGCONT})  # one that is stopped ends, too
+            self._signal_all(number, signal.SIGCONT)  # one that is stopped ends, too
             with contextlib.suppress(Interrupted):
                 self._gather(wait_s)
         for agent in self._agents:
-            assert agent.process.stdin is not None
-            with contextlib.suppress(OSError):
-                agent.process.stdin.close()
+            agent.dismiss()
         deadline_s = time.monotonic() + GONE_S
         for agent in self._agents:
             try:

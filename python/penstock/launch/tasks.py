@@ -50,10 +50,11 @@ def become(
             f"--{given.replace('_', '-')}: this process is one task of another launcher ({variable} is set), which "
             "says where ranks run; leave it out, or start penstock run outside of that launcher"
         )
-    if options.min is not None:
+    given = next((name for name in ("min", "max") if getattr(options, name) is not None), None)
+    if given is not None:
         raise ConfigError(
-            f"--min: this process is one task of another launcher ({variable} is set), which ends all tasks when one "
-            "fails"
+            f"--{given}: this process is one task of another launcher ({variable} is set), which ends all tasks when "
+            "one fails"
         )
     if options.log_dir is not None:
         raise ConfigError(

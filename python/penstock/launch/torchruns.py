@@ -24,9 +24,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         "--max_restarts",
         type=whole_number(0, RANKS_MAX),
-        default=0,
-        metavar="N",
-        help="torchrun's; only 0 can be had: when a worker fails the job ends",
+        metavar="R",
+        help="with --max: so many new workers in all (default: as many as are needed); else torchrun's, and only 0 can "
+        "be had: when a worker fails the job ends",
     )
     parser.add_argument("--standalone", action="store_true", help="torchrun's; one host, which is the default")
     parser.add_argument("--rdzv-backend", "--rdzv_backend", choices=("c10d", "static"), help=NO_EFFECT)
@@ -49,8 +49,11 @@ def take(options: argparse.Namespace) -> str | None:
         raise ConfigError("--standalone is for one host: leave it out, or --hosts and --nnodes")
     if options.rdzv_endpoint is not None and not options.standalone:
         _take_endpoint(options)
-    if options.max_restarts:
-        return f"--max-restarts {options.max_restarts}: no worker is started again; when one fails the job ends"
+    if options.max_restarts and options.max is None:
+        return (
+            f"--max-restarts {options.max_restarts}: no worker is started again without --min and --max; when one "
+            "fails the job ends"
+        )
     return None
 
 

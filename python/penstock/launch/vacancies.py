@@ -1,0 +1,98 @@
+"""Places of lost workers, and who comes in them: decided purely, by what the supervisor hears.
+
+A newcomer comes to the door of a worker that runs, and takes part once it has told of a door of its own: a program
+opens one when it has what the others have (`penstock.Newcomers`). It omits how a host is reached, and which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from penstock.launch.placement import Seat
+
+__all__ = ["Vacancies"]
+
+IN_VAIN_MAX = 3
+"""After so many newcomers in a row that ended before they took part the next one would do no better."""
+
+
+class Vacancies:
+    """What is known of lost workers and of newcomers.
+
+    Args:
+        newcomers_max: How many there may be in all; None: as many as are needed.
+
+    Attributes:
+        coming: Newcomers that do not take part yet, by their keys.
+    """
+
+    def __init__(self, newcomers_max: int | None = None) -> None:
+        self.coming: dict[int, Seat] = {}
+        self._newcomers_max = newcomers_max
+        self._doors: dict[int, str] = {}
+        self._vacant: list[Seat] = []
+        self._begun = self._in_vain = 0
+        self._closed = False
+        self._said: set[str] = set()
+
+    def close(self) -> None:
+        """Nobody is to come any more."""
+        self._closed = True
+
+    def lost(self, seat: Seat) -> None:
+        """The worker of this seat is lost."""
+        self._vacant.append(seat)
+
+    def opened(self, key: int, door: str) -> bool:
+        """A worker has a door. Returns whether it is a newcomer that takes part from now on."""
+        self._doors[key] = door
+        if self.coming.pop(key, None) is None:
+            return False
+        self._in_vain = 0
+        return True
+
+    def failed(self, key: int) -> None:
+        """A newcomer has ended before it took part, or could not be started."""
+        self._vacant.append(self.coming.pop(key))
+        self._in_vain += 1
+
+    def next(self, running: Collection[int]) -> tuple[Seat, str] | None:
+        """A newcomer that is to be started now.
+
+        Args:
+            running: Keys of the workers that take part.
+
+        Returns:
+            Its seat, and the door to come to; None: there is nothing to be done at present.
+        """
+        door = self._door(running)
+        if not self._vacant or door is None or self._closed or self._obstacle(running) is not None:
+            return None
+        self._begun += 1
+        seat = replace(self._vacant.pop(0), newcomer=self._begun)
+        self.coming[seat.key] = seat
+        return seat, door
+
+    def why_nobody(self, running: Collection[int]) -> str | None:
+        """Why nobody comes in a place that is vacant. Each reason is given once."""
+        why = None if self._closed or not self._vacant else self._obstacle(running)
+        if why is None or why in self._said:
+            return None
+        self._said.add(why)
+        return why
+
+    def _door(self, running: Collection[int]) -> str | None:
+        return next((self._doors[key] for key in sorted(running) if key in self._doors), None)
+
+    def _obstacle(self, running: Collection[int]) -> str | None:
+        if self._in_vain >= IN_VAIN_MAX:
+            return f"{IN_VAIN_MAX} newcomers in a row have ended before they took part: no more are started"
+        if self._newcomers_max is not None and self._begun >= self._newcomers_max:
+            return f"no more newcomers are started: --max-restarts is {self._newcomers_max}"
+        if self._door(running) is None:
+            return (
+                "nobody can come in the place of a lost worker: none of those that are left has opened a door so far, "
+                "as programs do that make penstock.Newcomers"
+            )
+        return None
