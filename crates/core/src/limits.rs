@@ -32,6 +32,8 @@ pub const REPLY_BYTES_MAX: usize = 1 + 4 * (2 + 2 * RANKS_MAX as usize) + 256;
 pub const GATHER_BYTES_MAX: u64 = u32::MAX as u64;
 /// Bytes of frames kept for books that peers have opened before this rank did; beyond it the peer is in error.
 pub const EARLY_BYTES_MAX: usize = 512 << 20;
+/// What each of these frames costs of that beyond its payload, which it need not have.
+pub const EARLY_COST_BYTES: usize = 64;
 /// Largest number of elements of a layer, of rows, and of numbers in a row, whose cost is estimated.
 pub const COST_ELEMS_MAX: u64 = 1 << 34;
 /// Most bytes that all ranks together may send for a layer whose cost is estimated.

@@ -48,6 +48,11 @@ struct EarlyFrame<C> {
     payload: Option<C>,
 }
 
+/// What such a frame takes of [`limits::EARLY_BYTES_MAX`].
+fn early_bytes(header: &Header) -> usize {
+    header.payload_bytes as usize + limits::EARLY_COST_BYTES
+}
+
 /// The state machine. See the crate's documentation.
 pub struct Node<M: Memory, O: Observe = ()> {
     config: Config,
@@ -138,7 +143,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
         let active = self.presence.of_book(&book.roles);
         self.books[at] = Some(BookState { book, slices, places, active });
         for EarlyFrame { from, header, payload } in self.early.remove(&id).unwrap_or_default() {
-            self.early_bytes -= header.payload_bytes as usize;
+            self.early_bytes -= early_bytes(&header);
             if let Some(Some(state)) = self.books.get(at) {
                 self.check(state, from, &header)?;
             }
@@ -457,7 +462,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
         } else if header.kind.is_exchange() {
             let too_early = !header.kind.takes_part()
                 || usize::from(header.book) >= limits::BOOKS_MAX
-                || self.early_bytes + len > limits::EARLY_BYTES_MAX;
+                || self.early_bytes + early_bytes(header) > limits::EARLY_BYTES_MAX;
             if too_early {
                 return Err(unexpected(from, header));
             }
@@ -511,7 +516,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
             return Ok(());
         }
         let Some(Some(state)) = self.books.get(usize::from(header.book)) else {
-            self.early_bytes += header.payload_bytes as usize;
+            self.early_bytes += early_bytes(header);
             self.early.entry(header.book).or_default().push(EarlyFrame { from, header: *header, payload });
             return Ok(());
         };

@@ -2,6 +2,7 @@
 
 use penstock_core::calls::{Call, CallKind, Request, Share, Signature};
 use penstock_core::layout::{Book, Tensor};
+use penstock_core::limits::{EARLY_BYTES_MAX, EARLY_COST_BYTES};
 use penstock_core::memory::Memory;
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::observe::{Counters, Observation, Observe, Point};
@@ -279,6 +280,23 @@ fn frames_of_a_book_that_is_opened_later_are_counted_once() {
     bench.submit(0, 1, Op::Average, false);
     bench.submit(2, 1, Op::Average, true);
     assert_eq!(bench.completed(), 2);
+}
+
+#[test]
+fn frames_of_a_book_that_is_never_opened_are_bounded_whether_they_have_payloads_or_not() {
+    let mut bench = Bench::new(0, 2, 1 << 20);
+    let room = 3 * EARLY_COST_BYTES;
+    let parts = 8;
+    for part in 1..=parts {
+        let least = if part == parts { room + parts * EARLY_COST_BYTES } else { 0 };
+        let payload_bytes = (EARLY_BYTES_MAX / parts - least) as u32;
+        let header = Header { payload_bytes, ..exchange(Kind::Push, 0, 1, Op::Average) };
+        bench.frame(1, header).unwrap();
+    }
+    for slice in 0..3 {
+        bench.frame(1, exchange(Kind::PushAbsent, slice, 1, Op::Average)).unwrap();
+    }
+    assert!(bench.frame(1, exchange(Kind::PushAbsent, 3, 1, Op::Average)).is_err());
 }
 
 #[test]
