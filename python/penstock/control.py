@@ -504,6 +504,7 @@ class Servers:
         self._channel = Channel(engine, rank, workers, servers) if servers and rank == 0 else None
         self._lock = threading.Lock()
         self._books: set[int] = set()
+        self._ended = False
 
     @property
     def count(self) -> int:
@@ -622,5 +623,6 @@ class Servers:
         Raises:
             PenstockError: One was lost meanwhile, and has not been missed.
         """
-        if not self._engine.has_failed:
+        if not self._engine.has_failed and not self._ended:
+            self._ended = True  # a handler of a signal may end the job while it ends
             self.tell(EndServing())

@@ -156,6 +156,8 @@ struct Inner {
     /// Whether anything is kept.
     observed: AtomicBool,
     threads: Mutex<Threads>,
+    /// Held while the engine ends: whoever ends it, too, returns once it has.
+    closing: Mutex<()>,
     /// One all-gather, leave or shutdown at a time.
     joint: Mutex<()>,
 }
@@ -164,6 +166,7 @@ struct Inner {
 struct Threads {
     lanes: Vec<JoinHandle<()>>,
     admission: Option<Arc<OnceLock<Admission>>>,
+    /// The engine has ended: it touches no memory of the program any more.
     shut_down: bool,
     /// No epoch begins any more.
     closed: bool,
@@ -237,6 +240,7 @@ impl Engine {
                 observed: AtomicBool::new(rings.is_some()),
                 rings: Mutex::new(rings),
                 threads: Mutex::default(),
+                closing: Mutex::default(),
                 joint: Mutex::default(),
             }),
         })

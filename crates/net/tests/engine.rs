@@ -493,6 +493,33 @@ fn a_wait_can_be_interrupted() {
 }
 
 #[test]
+fn a_shutdown_within_another_returns_no_earlier_than_the_engine_has_ended() {
+    let within = Meeting::of(2);
+    on_all(job(2), |engine, rank| {
+        let (book, values) = (open(engine), vec![1.0; 3].leak());
+        if rank == 1 {
+            within.wait();
+            submit(engine, book, 1, values, Op::Sum, false).unwrap();
+            return engine.shutdown(&mut never).unwrap();
+        }
+        let token = submit(engine, book, 1, values, Op::Sum, false).unwrap();
+        let mut calls = 0;
+        let mut handler = || {
+            calls += 1;
+            if calls == 1 {
+                within.wait();
+                engine.shutdown(&mut never).unwrap();
+                assert!(engine.check().is_err(), "the engine has not ended");
+                assert_eq!(look(engine, book, &[1]).released, [token]);
+            }
+            false
+        };
+        engine.shutdown(&mut handler).unwrap();
+        assert!(calls > 0);
+    });
+}
+
+#[test]
 fn who_stops_waiting_while_all_are_asked_ends_nothing() {
     let engines = job_with(2, |config| config.operation_timeout = Duration::from_millis(200));
     let books = [open(&engines[0]), open(&engines[1])];

@@ -444,10 +444,7 @@ impl Inner {
 
     /// Ends the lanes at once, and with them all connections.
     fn end_lanes(&self) {
-        let (lanes, admission) = {
-            let mut threads = self.threads.lock();
-            (std::mem::take(&mut threads.lanes), threads.admission.take())
-        };
+        let (lanes, admission) = self.take_threads();
         self.shared.mailboxes().iter().for_each(|mailbox| mailbox.send(Command::Halt));
         for lane in lanes {
             // A panic in a lane has been reported.

@@ -1,6 +1,6 @@
 //! From `connect` to the end: in order, after a failure, and in a forked child.
 
-use super::{Engine, EngineConfig, Inner, Threads};
+use super::{Engine, EngineConfig, Inner};
 use crate::admission::{Admission, AdmissionConfig, Deliver, Delivery, Listeners};
 use crate::descriptors;
 use crate::exit;
@@ -17,6 +17,7 @@ use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Lanes that have yet to run.
@@ -209,7 +210,6 @@ impl Engine {
         let deadline = Instant::now() + QUIET;
         while shared.lock().lanes_quiet < lanes {
             if Instant::now() >= deadline {
-                self.inner.threads.lock().shut_down = true;
                 self.close();
                 return Ok(());
             }
@@ -244,19 +244,23 @@ impl Engine {
     /// Leaves the job in order: waits for what is in flight, says goodbye, waits a bounded time for the others' goodbyes,
     /// and closes everything. Again: does nothing. After a failure it only closes.
     ///
+    /// A call that comes while another one runs, from `interrupted` or another thread, does the same: when it returns no memory that was
+    /// handed over is touched any more.
+    ///
     /// # Errors
     /// The job's failure, if no call has raised it yet; `Timeout` if what is in flight does not come;
     /// [`Stop::Interrupted`]. Everything is closed in any case.
     pub fn shutdown(&self, interrupted: &mut dyn FnMut() -> bool) -> Result<(), Stop> {
         self.alive("shutdown")?;
-        if std::mem::replace(&mut self.inner.threads.lock().shut_down, true) {
+        if self.inner.threads.lock().shut_down {
             return Ok(());
         }
         let raised = self.inner.shared.lock().failure_raised;
         let outcome = self.end_in_order(interrupted);
-        self.close();
+        // Whoever has closed it meanwhile has raised what there was.
+        let closed = self.close();
         match outcome {
-            Err(Stop::Failed(_)) if raised => Ok(()),
+            Err(Stop::Failed(_)) if raised || !closed => Ok(()),
             outcome => outcome,
         }
     }
@@ -294,13 +298,20 @@ impl Engine {
         Ok(())
     }
 
-    /// Stops the threads and closes everything. Bounded: lanes flush for at most a second or two.
-    fn close(&self) {
-        // First: whatever is being agreed on, no epoch begins any more.
-        self.inner.threads.lock().closed = true;
+    /// Stops the threads and closes everything. Bounded: lanes flush for at most a second or two. Says whether this call has done it, and
+    /// not another one before.
+    fn close(&self) -> bool {
+        let _one_at_a_time = self.inner.closing.lock();
+        {
+            let mut threads = self.inner.threads.lock();
+            if threads.shut_down {
+                return false;
+            }
+            // First: whatever is being agreed on, no epoch begins any more.
+            threads.closed = true;
+        }
         self.inner.end_council();
-        let Threads { lanes, admission, .. } = std::mem::take(&mut *self.inner.threads.lock());
-        self.inner.threads.lock().shut_down = true;
+        let (lanes, admission) = self.inner.take_threads();
         for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Stop);
         }
@@ -313,6 +324,8 @@ impl Engine {
         // The lanes are gone, so this is told to nobody; calls from now on raise it.
         self.inner.shared.shut();
         self.inner.shared.pool.close();
+        self.inner.threads.lock().shut_down = true;
+        true
     }
 
     /// To be called in a child right after a fork: lets go of the parent's connections. Every later call raises.
@@ -362,6 +375,12 @@ impl Inner {
             threads.lanes.push(builder.spawn(move || lane_thread.run()).map_err(broken)?);
         }
         Ok(())
+    }
+
+    /// The threads that run, and what takes connections for them: whoever takes them ends them.
+    pub(super) fn take_threads(&self) -> (Vec<JoinHandle<()>>, Option<Arc<OnceLock<Admission>>>) {
+        let mut threads = self.threads.lock();
+        (std::mem::take(&mut threads.lanes), threads.admission.take())
     }
 
     /// Where observations are kept, if they are.
