@@ -74,6 +74,11 @@ impl Accounting {
         self.in_flight += count;
     }
 
+    /// Whether nothing is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight == 0
+    }
+
     pub(crate) fn completed(&mut self, now: Instant) {
         self.settle(now);
         self.in_flight -= 1;

@@ -112,6 +112,8 @@ pub(crate) struct Shared {
     changed: Condvar,
     /// A verdict is held, settled or not.
     failed: AtomicBool,
+    /// Results have come of which the state machine of life has not heard.
+    landed: AtomicBool,
     /// The members of the next epoch are being agreed on: no result is given to the program.
     frozen: AtomicBool,
     /// Epochs that have ended.
@@ -157,6 +159,7 @@ impl Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
             failed: AtomicBool::new(false),
+            landed: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
             epoch: AtomicU32::new(0),
             council: OnceLock::new(),
@@ -248,8 +251,8 @@ impl Shared {
     }
 
     /// The next epoch begins, of which no lane runs yet. Everything that waits for what was of the last one finds that it is over.
-    pub(crate) fn begin_epoch(&self, members: &Members, lanes: u32) {
-        self.renew_life(members, lanes);
+    pub(crate) fn begin_epoch(&self, members: &Members) {
+        self.renew_life(members);
         self.epoch.store(members.epoch(), Ordering::Release);
         self.calls_open.store(0, Ordering::Release);
         self.progressed();

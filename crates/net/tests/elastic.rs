@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use support::meddler::{Meddler, Meddling};
-use support::{config, never};
+use support::{config, never, on_all};
 
 const STEPS: u32 = 12;
 const ELEMS: [usize; 3] = [9_000, 700, 5_000];
@@ -61,14 +61,16 @@ struct Job {
 /// What somebody between the ranks does, with the records that this is done to.
 type Between = Option<(Meddling, Vec<u64>)>;
 
-fn elastic(rank: u32, size: u32, job_id: [u8; 16], between: &Between) -> Engine {
-    let config = config(rank, size);
-    let peer_timeout = Duration::from_secs(4);
-    // Records are for who can tell them apart; connections may be ended by anybody.
-    let encrypt = between.as_ref().is_some_and(|(kind, _)| *kind != Meddling::Reset);
-    let shared_memory = between.is_none();
-    Engine::bind(EngineConfig { elastic: true, peer_timeout, job_id, encrypt, shared_memory, ..config })
-        .unwrap()
+/// By rank; `change` is asked about each one's configuration.
+fn elastic(size: u32, change: impl Fn(&mut EngineConfig)) -> Vec<Engine> {
+    let job_id = new_job_id();
+    let bind = |rank| {
+        let peer_timeout = Duration::from_secs(4);
+        let mut config = EngineConfig { elastic: true, peer_timeout, job_id, ..config(rank, size) };
+        change(&mut config);
+        Engine::bind(config).unwrap()
+    };
+    (0..size).map(bind).collect()
 }
 
 /// Of one job alone: who is lost is dialled again, and its port may have become that of another job, in another process.
@@ -82,28 +84,38 @@ fn table(ports: &[u16]) -> Vec<(String, u16)> {
     ports.iter().map(|port| ("127.0.0.1".to_owned(), *port)).collect()
 }
 
+/// Where all lanes, and then all councils, are to be reached.
+fn ports(engines: &[Engine]) -> Vec<u16> {
+    let councils = engines.iter().map(|engine| engine.council_port().unwrap());
+    engines.iter().map(Engine::port).chain(councils).collect()
+}
+
+/// What a rank does first.
+fn begin(engine: &Engine, lanes: &[(String, u16)], councils: &[(String, u16)], enough: Option<u32>) {
+    engine.connect(lanes).unwrap();
+    engine.go_on_after_losses(councils, enough).unwrap();
+    let tensors = ELEMS
+        .iter()
+        .enumerate()
+        .map(|(at, elems)| Tensor::new(format!("t{at}"), at as u32, Dtype::F32, *elems as u64));
+    let layers = (0..ELEMS.len()).map(|at| format!("layer {at}")).collect();
+    assert_eq!(engine.open_book("gradients", layers, tensors.collect(), None).unwrap(), 0);
+}
+
 fn job(size: u32, enough: Option<u32>, between: &Between) -> (Vec<Engine>, Option<Meddler>) {
-    let job_id = new_job_id();
-    let engines: Vec<Engine> = (0..size).map(|rank| elastic(rank, size, job_id, between)).collect();
-    let lanes = engines.iter().map(Engine::port);
-    let mut ports: Vec<u16> =
-        lanes.chain(engines.iter().map(|engine| engine.council_port().unwrap())).collect();
+    let engines = elastic(size, |config| {
+        // Records are for who can tell them apart; connections may be ended by anybody.
+        config.encrypt = between.as_ref().is_some_and(|(kind, _)| *kind != Meddling::Reset);
+        config.shared_memory = between.is_none();
+    });
+    let mut ports = ports(&engines);
     let meddler = between.clone().map(|(kind, at)| Meddler::before(&ports, kind, at));
     if let Some(meddler) = &meddler {
         ports = meddler.doors().to_vec();
     }
     let (lanes, councils) = ports.split_at(size as usize);
     let (lanes, councils) = (table(lanes), table(councils));
-    for engine in &engines {
-        engine.connect(&lanes).unwrap();
-        engine.go_on_after_losses(&councils, enough).unwrap();
-        let tensors = ELEMS
-            .iter()
-            .enumerate()
-            .map(|(at, elems)| Tensor::new(format!("t{at}"), at as u32, Dtype::F32, *elems as u64));
-        let layers = (0..ELEMS.len()).map(|at| format!("layer {at}")).collect();
-        assert_eq!(engine.open_book("gradients", layers, tensors.collect(), None).unwrap(), 0);
-    }
+    engines.iter().for_each(|engine| begin(engine, &lanes, &councils, enough));
     (engines, meddler)
 }
 
@@ -130,6 +142,17 @@ fn land(engine: &Engine, tensor: usize) -> Result<(), Stop> {
             return Ok(());
         }
     }
+}
+
+/// The tensors of a step, one after the other.
+fn make_step(engine: &Engine, rank: u32, step: u32, memory: &mut [Vec<f32>]) -> Result<(), Stop> {
+    for (tensor, memory) in memory.iter_mut().enumerate() {
+        *memory = gradient(rank, tensor, step);
+        submit(engine, tensor, step, memory)?;
+        land(engine, tensor)?;
+        engine.wait(0, &[tensor as TensorId], true, &mut never)?;
+    }
+    Ok(())
 }
 
 impl Job {
@@ -325,4 +348,33 @@ fn records_that_were_changed_on_the_way_lose_nobody_and_nothing() {
         assert_eq!(outcomes.len(), 3, "seed {seed}");
         all_alike(seed << 9, &outcomes);
     }
+}
+
+#[test]
+fn a_connection_that_can_never_be_made_holds_nobody_up_for_ever() {
+    let engines = elastic(2, |config| {
+        (config.peer_timeout, config.shared_memory) = (Duration::from_secs(1), false);
+    });
+    let ports = table(&ports(&engines));
+    let (lanes, councils) = ports.split_at(2);
+    for (rank, engine) in engines.iter().enumerate() {
+        // Where nobody listens, by its own word: there its lanes of later epochs are looked for.
+        let mut councils = councils.to_vec();
+        councils[rank].0 = "127.0.0.9".into();
+        begin(engine, lanes, &councils, None);
+    }
+    let texts = on_all(engines, |engine, rank| {
+        if rank == 0 {
+            engine.knock(7).unwrap(); // which ends an epoch
+        }
+        let mut memory = vec![Vec::new(); ELEMS.len()];
+        let stop = (1..).find_map(|step| make_step(engine, rank, step, &mut memory).err());
+        let _ = engine.shutdown(&mut never);
+        match stop {
+            Some(Stop::Failed(failure)) => failure.to_string(),
+            stop => panic!("{stop:?}"),
+        }
+    });
+    assert!(texts.iter().all(|text| text.contains("too few members are left")), "{texts:?}");
+    assert!(texts.iter().any(|text| text.contains("could not be connected to")), "{texts:?}");
 }

@@ -16,7 +16,9 @@
 //! be on its way: what they show is held back for [`DOUBT_NS`], and forgotten if what it waits for comes.
 //!
 //! **Where members may be lost** a verdict ends the epoch and not the job, unless it leaves this rank out (`Verdict::leaves_out`):
-//! nobody is told, and no call raises it. The members agree on who goes on ([`crate::agreement`]), and the next epoch has a life of its own.
+//! nobody is told, and no call raises it. The members agree on who goes on ([`crate::agreement`]), and the next epoch has a life of its own
+//! ([`Life::next_epoch`]). A connection that was lost leaves nobody out, for both of its ends may live. But of one that is lost in epoch after
+//! epoch, while nothing comes to this rank, the peer is out: else epochs would follow each other without end.
 //!
 //! **Who was away.** A process that was stopped for so long that others may have given it up, and that then finds them gone
 //! without a word, is itself the reason: their word may not have reached it.
@@ -42,6 +44,9 @@ use crate::types::Rank;
 use inquiry::Inquiry;
 use verdict::Standing;
 use wait::VERDICT_NS;
+
+/// So many epochs in a row a rank may end because of connections that were lost, and leave nobody out, while nothing comes to it.
+const SPARED_MAX: u32 = 3;
 
 /// What the driver must do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,6 +110,8 @@ pub struct Life {
     /// When this epoch began, and whether it is ending: the members agree on the next one.
     began_ns: u64,
     ending: bool,
+    /// Epochs of these members that this rank has ended and left nobody out, since anything has come to it.
+    spared: u32,
     /// By rank.
     peers: Vec<Peer>,
     suspect: Option<Suspect>,
@@ -133,6 +140,7 @@ impl Life {
             goes_on: false,
             began_ns: 0,
             ending: false,
+            spared: 0,
             peers: vec![Peer::default(); members.end()],
             members,
             suspect: None,
@@ -157,9 +165,25 @@ impl Life {
         self.ending = true;
     }
 
+    /// The life of the next epoch, which begins now among these members.
+    #[must_use]
+    pub fn next_epoch(&self, now_ns: u64, members: Members) -> Self {
+        let mut next = Self::new(self.me, members, self.lanes);
+        next.goes_on_after_losses(now_ns);
+        if next.members.iter().eq(self.members.iter()) {
+            next.spared = self.spared;
+        }
+        next
+    }
+
+    /// A result has come to this rank, or it waits for none.
+    pub fn landed(&mut self) {
+        self.spared = 0;
+    }
+
     /// Whom the members leave out because of this verdict if it ends the epoch only.
     fn ends_epoch<'a>(&self, verdict: &'a Verdict) -> Option<&'a [Rank]> {
-        verdict.leaves_out(self.me).filter(|_| self.goes_on)
+        verdict.leaves_out(self.me, self.spared < SPARED_MAX).filter(|_| self.goes_on)
     }
 
     /// What is to be done, in this order. To be called after every other call.
@@ -313,7 +337,10 @@ impl Life {
     fn hold(&mut self, now_ns: u64, verdict: Verdict) {
         self.inquiry = None;
         let effect = match self.ends_epoch(&verdict) {
-            Some(out) => Effect::EndEpoch { out: out.to_vec(), why: verdict.reason.clone() },
+            Some(out) => {
+                self.spared += u32::from(out.is_empty());
+                Effect::EndEpoch { out: out.to_vec(), why: verdict.reason.clone() }
+            }
             None => Effect::Tell(verdict.clone()),
         };
         self.effects.push(effect);

@@ -347,3 +347,36 @@ fn no_wait_is_over_while_members_agree_and_none_counts_time_before_its_epoch() {
     assert_eq!(next.over(&mut wait, 1099, 0), None);
     assert_eq!(next.over(&mut wait, 1100, 0), Some(Over::Ask));
 }
+
+/// Where members may be lost.
+fn elastic(ranks: u32) -> Life {
+    let mut life = life(ranks);
+    life.goes_on_after_losses(0);
+    life
+}
+
+/// Whom the members leave out of the next epoch by this rank's verdict.
+fn left_out(life: &mut Life) -> Vec<Rank> {
+    match &life.take_effects()[..] {
+        [Effect::EndEpoch { out, .. }] => out.clone(),
+        effects => panic!("{effects:?}"),
+    }
+}
+
+#[test]
+fn whom_a_rank_loses_in_epoch_after_epoch_while_nothing_comes_is_left_out() {
+    let losing = |life: &mut Life| {
+        life.accuse(0, verdict(Evidence::Silent, 0, 2));
+        left_out(life)
+    };
+    let mut life = elastic(3);
+    for _ in 0..SPARED_MAX {
+        assert_eq!(losing(&mut life), []);
+        life = life.next_epoch(0, Members::all(3).in_epoch(1));
+    }
+    let mut one_result = life.next_epoch(0, Members::all(3));
+    let mut others = life.next_epoch(0, [0, 2].map(Rank).into_iter().collect());
+    assert_eq!(losing(&mut life), [Rank(2)]);
+    one_result.landed();
+    assert_eq!((losing(&mut one_result), losing(&mut others)), (vec![], vec![]));
+}

@@ -133,11 +133,13 @@ impl Verdict {
     }
 
     /// Whom the next epoch must be without because of this verdict. `None`: rank `me` is at fault itself, and cannot go on. Where a process is
-    /// gone, or cannot be heard, nobody: the members see for themselves who is, and a connection that broke leaves nobody out.
+    /// gone, or cannot be heard, nobody: the members see for themselves who is, and a connection that broke leaves nobody out, as long as this
+    /// rank `spares` its peer.
     #[must_use]
-    pub fn leaves_out(&self, me: Rank) -> Option<&[Rank]> {
+    pub fn leaves_out(&self, me: Rank, spares: bool) -> Option<&[Rank]> {
         let seen = matches!(self.evidence, Evidence::Ended | Evidence::Silent | Evidence::Departed);
-        let out: &[Rank] = if seen { &[] } else { &self.culprits };
+        let spares = spares || self.culprits.contains(&me);
+        let out: &[Rank] = if seen && spares { &[] } else { &self.culprits };
         (!out.contains(&me)).then_some(out)
     }
 
@@ -270,15 +272,17 @@ mod tests {
 
     #[test]
     fn who_is_gone_is_seen_and_who_is_wrong_is_left_out() {
-        let out = |evidence, me| {
+        let out = |evidence, me, spares| {
             let verdict = Verdict::new(evidence, None, Rank(0), vec![Rank(1), Rank(2)], "why".into());
-            verdict.leaves_out(Rank(me)).map(<[Rank]>::to_vec)
+            verdict.leaves_out(Rank(me), spares).map(<[Rank]>::to_vec)
         };
+        let (nobody, both) = (Some(vec![]), Some(vec![Rank(1), Rank(2)]));
         for evidence in [Evidence::Ended, Evidence::Silent, Evidence::Departed] {
-            assert_eq!((out(evidence, 0), out(evidence, 1)), (Some(vec![]), Some(vec![])));
+            assert_eq!((out(evidence, 0, true), out(evidence, 1, true)), (nobody.clone(), nobody.clone()));
+            assert_eq!((out(evidence, 0, false), out(evidence, 1, false)), (both.clone(), nobody.clone()));
         }
         for evidence in [Evidence::Own, Evidence::Frame, Evidence::Absent, Evidence::Circle] {
-            assert_eq!((out(evidence, 0), out(evidence, 2)), (Some(vec![Rank(1), Rank(2)]), None));
+            assert_eq!((out(evidence, 0, true), out(evidence, 2, true)), (both.clone(), None));
         }
     }
 

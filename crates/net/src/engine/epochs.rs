@@ -478,7 +478,7 @@ impl Inner {
         if self.threads.lock().closed {
             return Ok(());
         }
-        self.shared.begin_epoch(&members, self.config.lanes);
+        self.shared.begin_epoch(&members);
         let begun = self.lanes()?;
         let books: Vec<Arc<OpenBook>> =
             self.books.read().iter().map(|open| Arc::new(open.among(&members))).collect();

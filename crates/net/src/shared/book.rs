@@ -266,6 +266,7 @@ impl OpenBook {
         }
         // Release: who sees it sees the slice's result.
         self.in_memory[slice as usize].store(true, Ordering::Release);
+        self.shared.landed.store(true, Ordering::Relaxed);
         // Release: who sees 0 sees the result. The decrements of other lanes are in the same release sequence.
         if tensor.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             if let Some(unfinished) = self.unfinished.get(id as usize) {

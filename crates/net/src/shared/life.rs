@@ -24,8 +24,13 @@ impl Fate {
 }
 
 impl Shared {
+    /// The state machine, which knows what has landed by now.
     fn fate(&self) -> MutexGuard<'_, Fate> {
-        self.fate.lock()
+        let mut fate = self.fate.lock();
+        if self.landed.swap(false, Ordering::Relaxed) || self.lock().accounting.is_idle() {
+            fate.life.landed();
+        }
+        fate
     }
 
     /// A time as the state machine knows it.
@@ -52,11 +57,12 @@ impl Shared {
     }
 
     /// The life of another epoch begins.
-    pub(super) fn renew_life(&self, members: &Members, lanes: u32) {
-        let mut life = Life::new(self.me, members.clone(), lanes);
-        life.goes_on_after_losses(self.ns_of(Instant::now()));
-        *self.fate() = Fate::new(life);
+    pub(super) fn renew_life(&self, members: &Members) {
+        let mut fate = self.fate();
         self.failed.store(false, Ordering::Release);
+        let life = fate.life.next_epoch(self.ns_of(Instant::now()), members.clone());
+        *fate = Fate::new(life);
+        self.carry_out(&mut fate);
     }
 
     /// Under the lock, so that lanes are told of verdicts in the order in which they were held, and of each before any call

@@ -2,7 +2,7 @@
 
 use super::*;
 use penstock_core::layout::Tensor;
-use penstock_core::life::WaitKind;
+use penstock_core::life::{Effect, Evidence, Verdict, WaitKind};
 use penstock_core::{Book, Dtype};
 
 /// One tensor of four slices, none of which is in memory.
@@ -24,6 +24,30 @@ fn a_peer_that_could_not_be_reached_is_not_blamed_for_the_silence_of_another() {
     shared.live(|life, now_ns| life.silent(now_ns, Rank(1), 5));
     shared.live(|life, now_ns| life.look(now_ns + 3_000_000_000, 0, |_| false));
     assert_eq!(shared.check().unwrap_err().rank, Some(Rank(1)));
+}
+
+#[test]
+fn only_what_is_under_way_and_does_not_land_is_held_up() {
+    let open = submitted();
+    let shared = &open.shared;
+    shared.live(Life::goes_on_after_losses);
+    // An epoch, and whether its peer is out of the next one.
+    let lost = || {
+        shared.begin_epoch(&Members::all(2));
+        shared.live(|life, now_ns| {
+            let reason = "it cannot be reached".into();
+            life.accuse(now_ns, Verdict::new(Evidence::Silent, None, Rank(0), vec![Rank(1)], reason));
+            let is_out = |effect| matches!(effect, Effect::EndEpoch { out, .. } if !out.is_empty());
+            life.take_effects().into_iter().any(is_out)
+        })
+    };
+    let epochs = || (1..20).find(|_| lost());
+    let some = epochs();
+    assert!(some.is_some());
+    open.slice_complete(3, true);
+    assert_eq!(epochs(), some, "something has landed");
+    (0..3).for_each(|slice| open.slice_complete(slice, true));
+    assert_eq!(epochs(), None, "nothing is under way");
 }
 
 #[test]
