@@ -165,7 +165,8 @@ impl Life {
         self.ending = true;
     }
 
-    /// The life of the next epoch, which begins now among these members.
+    /// The life of the next epoch, which begins now among these members. What this rank has found of itself since the last one began to end
+    /// nobody has heard: it is told in this one ([`Life::lanes_begin`]).
     #[must_use]
     pub fn next_epoch(&self, now_ns: u64, members: Members) -> Self {
         let mut next = Self::new(self.me, members, self.lanes);
@@ -173,12 +174,26 @@ impl Life {
         if next.members.iter().eq(self.members.iter()) {
             next.spared = self.spared;
         }
+        if let Some(own) = self.job_ends_by() {
+            next.accuse(now_ns, own.clone());
+        }
         next
+    }
+
+    /// The lanes of this epoch begin, which have told nobody anything yet.
+    pub fn lanes_begin(&mut self) {
+        let told = self.job_ends_by().cloned();
+        self.effects.extend(told.map(Effect::Tell));
     }
 
     /// A result has come to this rank, or it waits for none.
     pub fn landed(&mut self) {
         self.spared = 0;
+    }
+
+    /// The verdict that is held, if this rank does not go on after it.
+    fn job_ends_by(&self) -> Option<&Verdict> {
+        self.verdict().filter(|verdict| self.ends_epoch(verdict).is_none())
     }
 
     /// Whom the members leave out because of this verdict if it ends the epoch only.
@@ -320,12 +335,12 @@ impl Life {
     }
 
     /// This rank has found something out, its own failure for instance. Nothing, if there is a verdict already. Its own failure
-    /// is settled at once here: its program knows it.
+    /// is settled at once here: its program knows it; and what has only ended the epoch does not make it go on.
     pub fn accuse(&mut self, now_ns: u64, verdict: Verdict) {
-        if self.case.is_some() {
+        let own = verdict.evidence == Evidence::Own && verdict.culprits == [self.me];
+        if self.case.is_some() && !(own && self.job_ends_by().is_none()) {
             return;
         }
-        let own = verdict.evidence == Evidence::Own && verdict.culprits == [self.me];
         self.hold(now_ns, verdict);
         if own {
             self.end_case();

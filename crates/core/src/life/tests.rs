@@ -380,3 +380,27 @@ fn whom_a_rank_loses_in_epoch_after_epoch_while_nothing_comes_is_left_out() {
     one_result.landed();
     assert_eq!((losing(&mut one_result), losing(&mut others)), (vec![], vec![]));
 }
+
+#[test]
+fn its_own_failure_while_the_epoch_ends_is_told_in_the_next_one() {
+    let mut life = elastic(3);
+    life.accuse(0, verdict(Evidence::Ended, 0, 2));
+    assert_eq!(left_out(&mut life), []);
+    life.epoch_ends();
+    let own = verdict(Evidence::Own, 0, 0);
+    life.accuse(1, own.clone());
+    life.accuse(2, verdict(Evidence::Own, 0, 0));
+    assert_eq!(life.take_effects(), [Effect::Tell(own.clone()), Effect::Settled(own.clone())]);
+    let mut next = life.next_epoch(3, [0, 1].map(Rank).into_iter().collect());
+    assert!(next.is_settled());
+    next.take_effects();
+    next.lanes_begin();
+    assert_eq!(next.take_effects(), [Effect::Tell(own)]);
+    // Whose epoch has ended because of others has nothing to tell.
+    let mut life = elastic(3);
+    life.accuse(0, verdict(Evidence::Ended, 0, 2));
+    let mut next = life.next_epoch(0, Members::all(2));
+    next.lanes_begin();
+    assert_eq!(next.verdict(), None);
+    assert_eq!(next.take_effects(), []);
+}

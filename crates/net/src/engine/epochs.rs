@@ -505,6 +505,7 @@ impl Inner {
         if let Some(bytes_per_s) = self.shared.line_bytes_per_s() {
             self.shared.set_line(bytes_per_s);
         }
+        self.shared.live(|life, _| life.lanes_begin());
         self.shared.thaw();
         self.let_newcomers_in();
         Ok(())

@@ -168,10 +168,10 @@ impl Engine {
         shared.fail(Fault::of_program(if known { culprit } else { shared.me }, reason));
         let lanes = shared.mailboxes().len() as u32;
         let deadline = Instant::now() + Duration::from_nanos(FLUSH_NS);
-        // Not `wait`, which would give up at once on a failure.
+        // Not `wait`, which would give up at once on a failure. While an epoch ends there are no lanes: those of the next one tell it.
         let mut told = false;
         while !told && Instant::now() < deadline {
-            told = shared.lock().lanes_told >= lanes;
+            told = !shared.is_frozen() && shared.lock().lanes_told >= lanes;
             if !told {
                 std::thread::sleep(Duration::from_millis(2));
             }

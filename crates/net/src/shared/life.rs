@@ -118,10 +118,11 @@ impl Shared {
     fn report(&self, failure: Failure, tell: impl FnOnce(&mut Life, u64, Verdict)) {
         let verdict = Verdict::of_error(&failure.error, failure.rank, failure.step, self.me);
         let mut fate = self.fate();
-        if fate.life.verdict().is_none() {
-            fate.own = Some((verdict.clone(), failure));
+        let is_first = fate.life.verdict().is_none();
+        tell(&mut fate.life, self.ns_of(Instant::now()), verdict.clone());
+        if is_first || fate.life.verdict() == Some(&verdict) {
+            fate.own = Some((verdict, failure));
         }
-        tell(&mut fate.life, self.ns_of(Instant::now()), verdict);
         self.carry_out(&mut fate);
     }
 

@@ -1,8 +1,9 @@
 //! Who is woken by which slice, and what calls raise.
 
 use super::*;
+use mio::{Poll, Token, Waker};
 use penstock_core::layout::Tensor;
-use penstock_core::life::{Effect, Evidence, Verdict, WaitKind};
+use penstock_core::life::{Effect, Evidence, Fault, Verdict, WaitKind};
 use penstock_core::{Book, Dtype};
 
 /// One tensor of four slices, none of which is in memory.
@@ -24,6 +25,29 @@ fn a_peer_that_could_not_be_reached_is_not_blamed_for_the_silence_of_another() {
     shared.live(|life, now_ns| life.silent(now_ns, Rank(1), 5));
     shared.live(|life, now_ns| life.look(now_ns + 3_000_000_000, 0, |_| false));
     assert_eq!(shared.check().unwrap_err().rank, Some(Rank(1)));
+}
+
+#[test]
+fn a_failure_while_an_epoch_ends_is_told_by_the_lanes_of_the_next_one() {
+    let shared = Shared::new(Rank(0), 3, 3, 1, Pool::new(0));
+    shared.live(Life::goes_on_after_losses);
+    shared.fail(Error::PeerLost { rank: Rank(2), reason: "its connection was closed".into() });
+    shared.freeze();
+    shared.check().unwrap();
+    shared.fail(Fault::of_program(Rank(0), "a bad batch"));
+    let raised = shared.check().unwrap_err();
+    assert!(raised.to_string().contains("a bad batch"), "{raised}");
+
+    shared.begin_epoch(&Members::all(2));
+    let poll = Poll::new().unwrap();
+    let mailbox = Arc::new(Mailbox::new(Waker::new(poll.registry(), Token(0)).unwrap()));
+    shared.start(&[Arc::clone(&mailbox)], vec!["a:1".into(), "b:2".into()]);
+    shared.live(|life, _| life.lanes_begin());
+    shared.thaw();
+    let mut told = Vec::new();
+    mailbox.take(&mut told);
+    assert!(matches!(told[..], [Command::Failed { .. }]));
+    assert_eq!(shared.check().unwrap_err(), raised);
 }
 
 #[test]
