@@ -7,7 +7,7 @@ mod support;
 
 use parking_lot::Mutex;
 use penstock_core::layout::Tensor;
-use penstock_core::{BookId, Dtype, Gives, Op, Submission, TensorId};
+use penstock_core::{BookId, Dtype, Gives, Op, Rank, Submission, TensorId};
 use penstock_net::{Engine, EngineConfig, Failure, Lent, Stop, Until};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -347,6 +347,33 @@ fn records_that_were_changed_on_the_way_lose_nobody_and_nothing() {
         let outcomes = play_behind(seed << 9, 3, 0, None, &between);
         assert_eq!(outcomes.len(), 3, "seed {seed}");
         all_alike(seed << 9, &outcomes);
+    }
+}
+
+#[test]
+fn one_whose_program_ends_gives_what_others_lack_and_is_waited_for_by_nobody() {
+    for size in [3, 4] {
+        // Far longer than anybody waits here.
+        let engines = elastic(size, |config| config.peer_timeout = 2 * PATIENCE);
+        let ports = table(&ports(&engines));
+        let (lanes, councils) = ports.split_at(size as usize);
+        engines.iter().for_each(|engine| begin(engine, lanes, councils, None));
+        let logs = on_all(engines, |engine, rank| {
+            let mut memory = vec![Vec::new(); ELEMS.len()];
+            let steps = if [1, 2].contains(&rank) { 4 } else { 2 };
+            for step in 1..=steps {
+                make_step(engine, rank, step, &mut memory).unwrap();
+            }
+            if rank == 3 {
+                return Vec::new(); // it is lost
+            }
+            engine.shutdown(&mut never).unwrap();
+            engine.membership_log().into_iter().map(|entry| entry.members).collect()
+        });
+        for log in &logs[1..3] {
+            assert_eq!(log.last(), Some(&vec![Rank(1), Rank(2)]), "{logs:?}");
+            assert!(log.len() < size as usize, "{logs:?}");
+        }
     }
 }
 

@@ -652,9 +652,9 @@ impl Succession {
             return;
         }
         let told = MemberMessage::Chosen(choice.clone());
-        let others = self.heard().chain(self.guests.iter().copied()).chain(choice.ranks.iter().copied());
-        let others: BTreeSet<Rank> =
-            others.filter(|rank| *rank != self.me && !self.suspects.contains(rank)).collect();
+        // Whoever is suspected, too: whom a verdict accuses lives, and hears of it if its connection is there.
+        let others = self.ranks.iter().chain(&self.guests).chain(&choice.ranks).copied();
+        let others: BTreeSet<Rank> = others.filter(|rank| *rank != self.me).collect();
         self.effects.extend(others.into_iter().map(|rank| Effect::Send(rank, self.epoch, told.clone())));
         self.past.insert(self.epoch, choice.clone());
         while self.past.len() > PAST_MAX {

@@ -80,6 +80,8 @@ pub struct Pulse {
     /// Silence before this was this process's own.
     back_ns: u64,
     peers: Vec<Goodbyes>,
+    /// Who has had no connection must hear goodbye, too.
+    parts_with_all: bool,
 }
 
 impl Pulse {
@@ -89,7 +91,9 @@ impl Pulse {
     pub fn new(members: &Members, timeout_ns: u64, operation_ns: u64, now_ns: u64) -> Self {
         let peers = vec![Goodbyes::default(); members.end()];
         let beat_ns = timeout_ns.min(operation_ns) / HEARTBEATS_PER_TIMEOUT;
-        Self { timeout_ns, beat_ns, looked_ns: now_ns, back_ns: now_ns, peers }
+        // In a later epoch all connections are new: that there was none yet does not mean that none is needed.
+        let parts_with_all = members.epoch() > 0;
+        Self { timeout_ns, beat_ns, looked_ns: now_ns, back_ns: now_ns, peers, parts_with_all }
     }
 
     /// Takes in peers with ranks up to this one, without.
@@ -151,11 +155,12 @@ impl Pulse {
         self.peers[peer.index()].heard
     }
 
-    /// While leaving: what is to be done about this peer, to which something may be `owed`.
+    /// While leaving: what is to be done about this peer, to which something may be `owed`. Who is waited for and has had no connection is to
+    /// be connected with.
     pub fn farewell(&mut self, peer: Rank, contact: Contact, owed: bool) -> Farewell {
         let goodbyes = &mut self.peers[peer.index()];
         let done = match contact {
-            Contact::Never => !owed,
+            Contact::Never => !owed && !self.parts_with_all,
             // Gone without a goodbye: whether it was lost is about to be known.
             Contact::Gone => goodbyes.heard,
             Contact::Open { written: true } if !goodbyes.said && !owed => {
@@ -226,9 +231,10 @@ mod tests {
         pulse.goodbye_heard(Rank(1));
         assert_eq!(pulse.farewell(Rank(1), open, false), Farewell::Done);
         assert_eq!(pulse.farewell(Rank(1), Contact::Gone, false), Farewell::Done);
-        assert_eq!(
-            Pulse::new(&Members::all(2), 1, 1, 0).farewell(Rank(1), Contact::Never, false),
-            Farewell::Done
-        );
+        for (epoch, follows) in [(0, Farewell::Done), (1, Farewell::Wait)] {
+            let mut pulse = Pulse::new(&Members::all(2).in_epoch(epoch), 1, 1, 0);
+            assert_eq!(pulse.farewell(Rank(1), Contact::Never, false), follows);
+            assert_eq!(pulse.farewell(Rank(1), open, false), Farewell::Say);
+        }
     }
 }

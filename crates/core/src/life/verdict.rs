@@ -134,10 +134,10 @@ impl Verdict {
 
     /// Whom the next epoch must be without because of this verdict. `None`: rank `me` is at fault itself, and cannot go on. Where a process is
     /// gone, or cannot be heard, nobody: the members see for themselves who is, and a connection that broke leaves nobody out, as long as this
-    /// rank `spares` its peer.
+    /// rank `spares` its peer. Who has ended in order has given all that it owed.
     #[must_use]
     pub fn leaves_out(&self, me: Rank, spares: bool) -> Option<&[Rank]> {
-        let seen = matches!(self.evidence, Evidence::Ended | Evidence::Silent | Evidence::Departed);
+        let seen = matches!(self.evidence, Evidence::Ended | Evidence::Silent);
         let spares = spares || self.culprits.contains(&me);
         let out: &[Rank] = if seen && spares { &[] } else { &self.culprits };
         (!out.contains(&me)).then_some(out)
@@ -277,11 +277,13 @@ mod tests {
             verdict.leaves_out(Rank(me), spares).map(<[Rank]>::to_vec)
         };
         let (nobody, both) = (Some(vec![]), Some(vec![Rank(1), Rank(2)]));
-        for evidence in [Evidence::Ended, Evidence::Silent, Evidence::Departed] {
+        for evidence in [Evidence::Ended, Evidence::Silent] {
             assert_eq!((out(evidence, 0, true), out(evidence, 1, true)), (nobody.clone(), nobody.clone()));
             assert_eq!((out(evidence, 0, false), out(evidence, 1, false)), (both.clone(), nobody.clone()));
         }
-        for evidence in [Evidence::Own, Evidence::Frame, Evidence::Absent, Evidence::Circle] {
+        for evidence in
+            [Evidence::Own, Evidence::Frame, Evidence::Departed, Evidence::Absent, Evidence::Circle]
+        {
             assert_eq!((out(evidence, 0, true), out(evidence, 2, true)), (both.clone(), None));
         }
     }

@@ -37,6 +37,8 @@ pub(super) struct Epochs {
     log: Option<MembershipLog>,
     /// The last step that this rank's program has begun.
     begun: u64,
+    /// It has come to its end: this rank waits for goodbyes, and the others may go on without it.
+    pub(super) ended: bool,
     /// Who has asked this rank to take part, and has no rank yet.
     knocks: BTreeSet<Knock>,
     /// Newcomers that this rank hears.
@@ -464,6 +466,13 @@ impl Inner {
         *self.members.write() = Arc::new(members.clone());
         if !members.contains(me) {
             let epochs = self.epochs.lock();
+            if epochs.ended {
+                drop(epochs);
+                // There is nobody left to say goodbye to.
+                self.end_lanes();
+                self.shared.thaw();
+                return Ok(());
+            }
             let is_announced = |log: &MembershipLog| log.announced().iter().any(|one| one.rank == me);
             let still_comes = epochs.newcomer && epochs.log.as_ref().is_some_and(is_announced);
             return if still_comes { Ok(()) } else { Err(choice.without(me).into()) };

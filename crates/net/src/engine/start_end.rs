@@ -279,6 +279,7 @@ impl Engine {
         };
         self.await_result(&mut wait, interrupted, |_| (calls() == 0).then_some(()), expired)?;
         let mut wait = wait.then(WaitKind::Goodbyes);
+        self.inner.epochs.lock().ended = true;
         loop {
             // Another epoch may begin meanwhile, with members that have yet to hear it.
             self.wait_for_members()?;

@@ -200,7 +200,12 @@ impl Lane {
             let contact = self.peers[rank.index()].contact();
             match self.pulse.farewell(rank, contact, self.node.has_frame(rank)) {
                 Farewell::Done => {}
-                Farewell::Wait => done = false,
+                Farewell::Wait => {
+                    done = false;
+                    if contact == Contact::Never {
+                        self.wake(rank);
+                    }
+                }
                 Farewell::Say => {
                     self.say(rank, Outgoing { header: Header::control(Kind::Goodbye), payload: None });
                     done = false;
