@@ -343,6 +343,48 @@ def test_who_is_late_is_told_however_many_they_are():
     assert (dtype, counts.tolist()) == ("i64", [(rank << 40) * (rank % 2) for rank in range(1000)])
 
 
+ENDS_TWICE = """
+import pathlib
+import signal
+import sys
+import time
+
+import penstock as ps
+from penstock.job import current
+
+ps.init()
+begun, ended = (pathlib.Path(sys.argv[1]) / name for name in ("begun", "ended"))
+engine = current().engine
+
+
+def again(*_):
+    begun.touch()
+    ps.shutdown()
+    try:
+        engine.check()
+    except ps.ConfigError as error:
+        ended.write_text(str(error))
+
+
+if ps.rank() == 0:
+    signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+else:
+    while not begun.exists():
+        time.sleep(0.01)
+ps.shutdown()
+"""
+
+
+def test_a_job_that_a_handler_of_a_signal_ends_while_it_ends_has_ended_when_the_handler_goes_on(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(ENDS_TWICE)
+    status, out, err = run(tmp_path / "job", 2, 1, program=program)
+    assert status == 0, err
+    assert "[server 0] ended in order" in out
+    assert (tmp_path / "job" / "ended").read_text() == "the engine was shut down"
+
+
 def test_messages_are_typed_and_nothing_else_is_taken():
     book = ServeBook(2, "model", ["fc"], [["w", 0, "f32", 3]], [0, 1, 2], [2], [0, 1])
     word = Proceed(2, 7, [["sgd", {"lr": 0.1}]], [0], 0.5)
