@@ -250,6 +250,7 @@ def test_each_wait_is_needed(monkeypatch, wait):
 
 
 def test_nobody_waits_for_the_device():
+    both = threading.Barrier(2, timeout=30.0)
     with installed(3) as late:
 
         def main(rank, group):
@@ -257,11 +258,15 @@ def test_nobody_waits_for_the_device():
             future = group.allreduce(tensor, async_=True)
             group.allreduce(block)
             future.wait()
-            return tensor, block
+            both.wait()
+            waits = [*late.waits]
+            both.wait()
+            # By the thread whose stream waits for them.
+            return waits, tensor.cpu(), block.cpu()
 
-        found = run(main, 2)
-        assert not late.waits
-        assert all((one.cpu() == 2).all() for row in found for one in row)
+        for waits, *sums in run(main, 2):
+            assert not waits
+            assert all((one == 2).all() for one in sums)
 
 
 def test_memory_is_bounded_whatever_the_size(monkeypatch):
