@@ -9,6 +9,7 @@ must know is told (`Membership.let_in`). Until then a program does not count the
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from penstock._native import Engine
 
 __all__ = ["ElasticPart", "MembersChange", "Membership", "MembershipEpoch"]
+
+
+_log = logging.getLogger("penstock")
 
 
 class ElasticPart(Protocol):
@@ -176,9 +180,8 @@ class Membership:
             for part in self.each_part():
                 part.tell_newcomers(self.members, came)
         except ConfigError as error:
-            # What a newcomer calls instead, all members find at the same call: they go on without it.
-            for rank in came:
-                self._engine.abort(f"newcomer: {error}", rank)
+            # What a newcomer calls instead, all find at the same call. There it ends, and is lost as any member is.
+            _log.warning("rank %d: a newcomer (of ranks %s) was not told everything: %s", self.own, came, error)
 
     def come(self) -> None:
         """This rank, a newcomer, is a member from now on: it counts as the others do."""

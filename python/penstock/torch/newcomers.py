@@ -20,9 +20,11 @@ from torch import Tensor
 
 from penstock import job
 from penstock.checkpointing import on_first
+from penstock.ending import described
 from penstock.errors import ConfigError, PeerLost
 from penstock.starting import open_door
-from penstock.torch.state_tree import check_stateful, described, empty, joined, split
+from penstock.torch import state_tree
+from penstock.torch.state_tree import check_stateful, empty, joined, split
 
 if TYPE_CHECKING:
     from penstock.job import Job
@@ -96,7 +98,7 @@ class Telling:
         seen: dict[tuple[Any, ...], str] = {}
         # No copies: nobody goes on before all have it.
         tree = {name: split(self._caller, name, one, self._own, seen, copy=False) for name, one in states.items()}
-        return {"said": said, "tree": tree, "tensors": described(self._own)}
+        return {"said": said, "tree": tree, "tensors": state_tree.described(self._own)}
 
     def _turns(self) -> Iterator[list[tuple[str, int, int]]]:
         """Pieces of tensors, where each begins and its bytes, as many at a time as `TURN_BYTES` has room for."""
@@ -208,12 +210,11 @@ class Newcomers:
                     f"{_CALLER}: rank {running.rank} is a newcomer; call penstock.distribute first, as the others did",
                     rank=running.rank,
                 )
-            telling = Telling(running, _CALLER, None)
-            telling.hear()
-            for name, state in telling.bring().items():
-                if name not in states:
-                    raise self._other_states(name)
-                states[name].load_state_dict(state)
+            try:
+                self._be_told()
+            except BaseException as error:
+                running.abort(described(error))
+                raise
             for part in membership.each_part():
                 part.has_been_told()
             membership.arriving = False
@@ -222,6 +223,14 @@ class Newcomers:
             part.check()
         membership.lets_in = True
         self.door = open_door(running)
+
+    def _be_told(self) -> None:
+        telling = Telling(self._running, _CALLER, None)
+        telling.hear()
+        for name, state in telling.bring().items():
+            if name not in self._states:
+                raise self._other_states(name)
+            self._states[name].load_state_dict(state)
 
     def let_in(self) -> None:
         """The program is about to begin a step: newcomers who count from it come in now, and wait no longer.
