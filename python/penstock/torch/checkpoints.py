@@ -21,7 +21,7 @@ from penstock.checkpointing import CheckpointWriter, on_first
 from penstock.errors import ConfigError, PeerLost
 from penstock.torch.agreement.arguments import optimizers_in
 from penstock.torch.schemes.residuals import ENTRY
-from penstock.torch.state_tree import check_stateful, described, empty, joined, split
+from penstock.torch.state_tree import check_stateful, descriptions, empty, joined, split
 from penstock.whole_files import has_checkpoints, newest
 
 __all__ = ["Checkpoints"]
@@ -224,7 +224,7 @@ def _read(file: Path, into: dict[str, Tensor]) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{_CALLER}.load: {file} cannot be read: {error}") from error
-    return {"tree": rest["tree"], "tensors": described(into)}
+    return {"tree": rest["tree"], "tensors": descriptions(into)}
 
 
 def _library() -> Any:

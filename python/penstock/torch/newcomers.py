@@ -23,8 +23,7 @@ from penstock.checkpointing import on_first
 from penstock.ending import described
 from penstock.errors import ConfigError, PeerLost
 from penstock.starting import open_door
-from penstock.torch import state_tree
-from penstock.torch.state_tree import check_stateful, empty, joined, split
+from penstock.torch.state_tree import check_stateful, descriptions, empty, joined, split
 
 if TYPE_CHECKING:
     from penstock.job import Job
@@ -98,7 +97,7 @@ class Telling:
         seen: dict[tuple[Any, ...], str] = {}
         # No copies: nobody goes on before all have it.
         tree = {name: split(self._caller, name, one, self._own, seen, copy=False) for name, one in states.items()}
-        return {"said": said, "tree": tree, "tensors": state_tree.described(self._own)}
+        return {"said": said, "tree": tree, "tensors": descriptions(self._own)}
 
     def _turns(self) -> Iterator[list[tuple[str, int, int]]]:
         """Pieces of tensors, where each begins and its bytes, as many at a time as `TURN_BYTES` has room for."""

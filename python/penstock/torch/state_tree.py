@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 
-__all__ = ["check_stateful", "described", "empty", "joined", "split"]
+__all__ = ["check_stateful", "descriptions", "empty", "joined", "split"]
 
 
 def check_stateful(caller: str, objects: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ def joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return tuple(several) if kind == "tuple" else several
 
 
-def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+def descriptions(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
     """What others must know of tensors before they come: names, dtypes and shapes."""
     return {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()}
 
