@@ -67,7 +67,7 @@ long: ## Run what takes too long for each change, all of it also if some fails; 
 	.ci/long $(LONG)
 
 test-long: build ## The combinations that `make test` leaves out
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m long $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup -m long $(ARGS)
 
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)
@@ -79,9 +79,13 @@ test-delays: ## Run the Rust tests of threads and sockets with threads delayed a
 FIRST ?= $(shell date +%s)
 LIVES ?= 500000
 SCENARIOS ?= 100000
-explore: ## Simulate jobs with losses, LIVES of life alone and SCENARIOS of everything, from seed FIRST on (now)
+AGREEMENTS ?= 100000
+ELASTIC ?= 10000
+explore: ## Simulate jobs with losses: LIVES of life alone, SCENARIOS of everything, AGREEMENTS on members, ELASTIC that go on; from seed FIRST on (now)
 	PENSTOCK_SIM_SEED=$(FIRST) PENSTOCK_SIM_LIVES=$(LIVES) cargo test --release --locked --quiet -p penstock-sim --test life -- --nocapture
 	PENSTOCK_SIM_SEED=$(FIRST) PENSTOCK_SIM_SCENARIOS=$(SCENARIOS) cargo test --release --locked --quiet -p penstock-sim --test explore -- --nocapture
+	PENSTOCK_SIM_SEED=$(FIRST) PENSTOCK_SIM_AGREEMENTS=$(AGREEMENTS) cargo test --release --locked --quiet -p penstock-sim --test agreement -- --nocapture --include-ignored
+	PENSTOCK_SIM_SEED=$(FIRST) PENSTOCK_SIM_ELASTIC=$(ELASTIC) cargo test --release --locked --quiet -p penstock-sim --test elastic -- --nocapture
 
 CASES ?= 200000
 fuzz: ## Feed random bytes and frames to everything that parses them, CASES of each

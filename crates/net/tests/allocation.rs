@@ -33,7 +33,7 @@ static ALLOCATOR: Counting = Counting;
 
 const RANKS: u32 = 3;
 const SLICE_BYTES: usize = 8192;
-const SLICES: usize = 3000;
+const SLICES: usize = 1000;
 const WINDOW_BYTES: u64 = 1 << 20;
 const WARM_UP_ROUNDS: u32 = 5;
 /// Per round of all ranks: a region per tensor, blocks of the answers' channels, and the like.

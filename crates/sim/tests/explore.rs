@@ -3,6 +3,8 @@
 // How many had losses is worth reading: `cargo test -p penstock-sim --test explore -- --nocapture`.
 #![allow(clippy::print_stdout)]
 
+mod support;
+
 use penstock_core::Route;
 use penstock_core::layout::Tensor;
 use penstock_core::life::Evidence;
@@ -12,25 +14,13 @@ use penstock_core::way::Algorithm;
 use penstock_sim::program::{Instruction, Mishap, Setup};
 
 /// Scenarios per test run, unless PENSTOCK_SIM_SCENARIOS says how many.
-const SCENARIOS: u64 = 6_000;
-
-fn number_in(variable: &str, otherwise: u64) -> u64 {
-    std::env::var(variable).map_or(otherwise, |number| number.parse().expect("a number"))
-}
+const SCENARIOS: u64 = 3_000;
 
 #[test]
 fn random_schedules_violate_nothing() {
-    // Another base seed explores other schedules; the default makes a test run repeatable.
-    let (base, scenarios) =
-        (number_in("PENSTOCK_SIM_SEED", 0), number_in("PENSTOCK_SIM_SCENARIOS", SCENARIOS));
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let parts = std::thread::scope(|scope| {
-        let explore =
-            |first| (base + first..base + scenarios).step_by(cores).map(counts).fold([0; COUNTS], sum);
-        let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
-    });
-    let all = parts.into_iter().fold([0; COUNTS], sum);
+    let seeds = support::seeds("PENSTOCK_SIM_SCENARIOS", SCENARIOS);
+    let (base, scenarios) = (seeds.start, seeds.end - seeds.start);
+    let all = support::count(&seeds, counts);
     let [slices, preempted, lost, through] = [0, 1, 2, 3].map(|at| all[at]);
     let (by_scheme, rest) = all[4..].split_at(Algorithm::ALL.len());
     let (by_fault, rest) = rest.split_at(FAULTS);
@@ -153,10 +143,6 @@ fn counts_of_groups(setup: &Setup, lost: Option<Rank>) -> [u64; GROUPED.len()] {
     let at_servers = updates && apart;
     [even, !even, apart, leaves, updates, at_servers, of(true), of(false), all, leaving, with_servers]
         .map(u64::from)
-}
-
-fn sum(a: [u64; COUNTS], b: [u64; COUNTS]) -> [u64; COUNTS] {
-    std::array::from_fn(|i| a[i] + b[i])
 }
 
 #[test]

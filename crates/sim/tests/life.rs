@@ -4,16 +4,18 @@
 // The seeds are worth reading: `cargo test -p penstock-sim --test life -- --nocapture`.
 #![allow(clippy::print_stdout)]
 
+mod support;
+
 use penstock_core::life::Evidence;
 use penstock_sim::life::{Fault, Omission, run};
 
 /// Jobs per test run, unless PENSTOCK_SIM_LIVES says how many.
-const JOBS: u64 = 6_000;
+const JOBS: u64 = 3_000;
 /// Seeds to look through for a job in which an omission matters.
 const SEEDS: u64 = 20_000;
 
-/// How many jobs had each fault, and ended for each kind of evidence.
-type Counts = ([u64; 11], [u64; 8]);
+/// Kinds of faults.
+const FAULTS: usize = 11;
 
 fn number(fault: Fault) -> usize {
     match fault {
@@ -31,32 +33,21 @@ fn number(fault: Fault) -> usize {
     }
 }
 
-fn number_in(variable: &str, otherwise: u64) -> u64 {
-    std::env::var(variable).map_or(otherwise, |number| number.parse().expect("a number"))
-}
-
 #[test]
 fn all_ranks_end_in_time_and_name_the_same_rank_and_the_right_one() {
-    // Another base seed explores other jobs; the default makes a test run repeatable.
-    let (base, count) = (number_in("PENSTOCK_SIM_SEED", 0), number_in("PENSTOCK_SIM_LIVES", JOBS));
-    println!("{count} jobs, of the seeds from {base} on");
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let explore = |first: u64| {
-        let mut counts: Counts = Default::default();
-        for seed in (base + first..base + count).step_by(cores) {
-            let (fault, evidence) = run(seed, None).unwrap_or_else(|violation| panic!("{violation}"));
-            counts.0[number(fault)] += 1;
-            evidence.into_iter().for_each(|evidence| counts.1[evidence as usize] += 1);
-        }
+    let seeds = support::seeds("PENSTOCK_SIM_LIVES", JOBS);
+    let count = seeds.end - seeds.start;
+    println!("{count} jobs, of the seeds from {} on", seeds.start);
+    let counts = support::count(&seeds, |seed| {
+        let (fault, evidence) = run(seed, None).unwrap_or_else(|violation| panic!("{violation}"));
+        let mut counts = [0; FAULTS + 8];
+        counts[number(fault)] += 1;
+        evidence.into_iter().for_each(|evidence| counts[FAULTS + evidence as usize] += 1);
         counts
-    };
-    let parts: Vec<Counts> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..cores as u64).map(|first| scope.spawn(move || explore(first))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    for fault in 0..11 {
-        let jobs: u64 = parts.iter().map(|counts| counts.0[fault]).sum();
-        assert!(jobs > count / 50, "{jobs} jobs with fault {fault}");
+    let (by_fault, by_evidence) = counts.split_at(FAULTS);
+    for (fault, jobs) in by_fault.iter().enumerate() {
+        assert!(*jobs > count / 50, "{jobs} jobs with fault {fault}");
     }
     for evidence in [
         Evidence::Own,
@@ -68,7 +59,7 @@ fn all_ranks_end_in_time_and_name_the_same_rank_and_the_right_one() {
         Evidence::Circle,
         Evidence::Unanswered,
     ] {
-        let jobs: u64 = parts.iter().map(|counts| counts.1[evidence as usize]).sum();
+        let jobs = by_evidence[evidence as usize];
         assert!(jobs > count / 100, "{jobs} jobs ended for {evidence:?}");
     }
 }
