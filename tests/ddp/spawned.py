@@ -31,7 +31,7 @@ def demo_basic(rank, world_size, port, out):
         loss = loss_fn(outputs, torch.randn(20, 5, generator=generator))
         loss.backward()
         optimizer.step()
-    print(f"rank {rank}: {loss.item():.5f}")
+    print(f"rank {rank}: {loss.item():.5f}\n", end="")  # in one piece: both ranks write there
     torch.save(ddp_model.state_dict(), Path(out, f"{rank}.pt"))
     dist.destroy_process_group()
 

@@ -155,7 +155,7 @@ def test_calls_that_block_have_the_bits_of_the_host():
     has_the_bits_of_the_host(4, lambda device: run(lambda rank, group: main(rank, group, device), 2))
 
 
-@pytest.mark.parametrize("vectors", [1, 2])
+@pytest.mark.parametrize("vectors", [pytest.param(1, marks=LONG), 2])
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=LONG), pytest.param(5, marks=LONG)])
 def test_cuts_do_not_show_in_the_bits_of_any_algorithm(monkeypatch, algorithm, vectors, size):

@@ -134,7 +134,7 @@ def grows(rank, count, doors, target):
     return training.outcome()
 
 
-@pytest.mark.parametrize(("count", "target"), [(2, 3), (3, 5)])
+@pytest.mark.parametrize(("count", "target"), [pytest.param(2, 3, marks=pytest.mark.long), (3, 5)])
 def test_newcomers_take_part_from_a_step_that_all_know(tmp_path, count, target):
     doors, more = CONTEXT.Queue(), target - count
     outcomes = run_well(count, grows, tmp_path, Relay(doors, more), target, newcomers=more, doors=doors, **OPTIONS)
@@ -407,7 +407,7 @@ def dies(rank, count, doors, who, at):
     return training.outcome()
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_next_one_tells_when_the_first_is_lost(tmp_path, at):
     doors = CONTEXT.Queue()
     outcomes = run(3, dies, tmp_path, Relay(doors), 0, at, newcomers=1, doors=doors, **OPTIONS)
@@ -417,7 +417,7 @@ def test_the_next_one_tells_when_the_first_is_lost(tmp_path, at):
     assert outcomes[1].value["log"][-1][0] == (1, 2, 3)
 
 
-@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.long), 5])
 def test_a_newcomer_that_dies_half_way_is_lost_and_nothing_else(tmp_path, at):
     doors = CONTEXT.Queue()
     outcomes = run(2, dies, tmp_path, Relay(doors), 2, at, newcomers=1, doors=doors, **OPTIONS)
