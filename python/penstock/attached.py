@@ -34,6 +34,9 @@ class Attached:
     def end_failed(self, limit_s: float, *, at_exit: bool) -> None:
         """After the end of a job that has failed: nothing here may keep the process for longer than ``limit_s``."""
 
+    def after_fork_in_child(self) -> None:
+        """In a forked child, which has no thread of its parent: nothing that leads to others may stay open here."""
+
     def report(self) -> dict[str, Any]:
         """What `penstock.report` says of it, by name."""
         return {}

@@ -98,6 +98,10 @@ class Doorway:
         self._server.close()
         self._shared.close()
 
+    def after_fork_in_child(self) -> None:
+        """In a forked child, such as a loader's worker: the door is the parent's alone."""
+        self._server.after_fork_in_child()
+
     def _sealed(self, key: str, body: Mapping[str, object]) -> bytes:
         return seal(self._version, self._secret, self._given, key, body)
 
@@ -297,6 +301,12 @@ class _AllDoors(Attached):
     def let_go(self, engine: Engine) -> None:
         """It is over."""
         _close(id(engine))
+
+    def after_fork_in_child(self) -> None:
+        """A child may outlive its parent, and nobody is to come to a door where nobody answers."""
+        for doors in _doors.values():
+            for door in doors:
+                door.after_fork_in_child()
 
 
 def _close(engine: int) -> None:

@@ -368,5 +368,7 @@ def _after_fork_in_child() -> None:
         return
     _process.forked_from = job.rank
     job.engine.after_fork_in_child()
+    for one in attached():
+        one.after_fork_in_child()
     if job.trace is not None:
         job.trace.abandon()

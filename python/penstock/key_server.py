@@ -98,6 +98,13 @@ class KeyServer:
         self._wake.close()
         self._thread.join()  # bounded by FLUSH_S
 
+    def after_fork_in_child(self) -> None:
+        """In a forked child: let go of all connections, which are the parent's. Nobody serves here."""
+        # Nothing is unregistered: the selector's list is the parent's, too.
+        for connection in (self._listener, self._wake, self._woken, *self._visitors):
+            connection.close()
+        self._selector.close()
+
     # What its thread does.
 
     def _serve(self) -> None:

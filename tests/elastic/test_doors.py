@@ -1,17 +1,21 @@
 """What a door makes of what comes: only who holds the secret is heard, and is answered by its own number."""
 
 import dataclasses
+import os
 import random
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
+from job_processes import CONTEXT
 
 import penstock as ps
 from penstock import doorway, key_server
 from penstock.config import Options
 from penstock.coordinator import Rates
 from penstock.doorway import Doorway, Entrance
+from penstock.job import _after_fork_in_child, _process
 from penstock.key_server import GET, SET, KeyClient
 from penstock.rendezvous import Agreement
 from penstock.sealing import peek, seal, unseal
@@ -36,6 +40,9 @@ class Job:
         if self.error is not None:
             raise self.error
         return b"how it stands"
+
+    def after_fork_in_child(self):
+        pass
 
 
 @pytest.fixture
@@ -195,3 +202,47 @@ def test_a_door_that_is_silent_is_left_at_the_limit():
         with pytest.raises(ps.Timeout, match=r"no member answered at .* within 0\.3 s"):
             Entrance(options, sources, "1.0").enter()
         assert time.monotonic() - begin < 5 + doorway.ANSWER_S
+
+
+def parent_of_one_that_stays(pipe):
+    """A member with a door, at which somebody stands, forks a child and closes the door, as when it ends."""
+    door = opened_at(Job())
+    _process.job = SimpleNamespace(rank=1, engine=Job(), trace=None)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+    host, _, port = door.address.rpartition(":")
+    client = KeyClient(host, int(port))
+    client.ask(GET, "door", b"", time.monotonic() + PATIENCE_S)
+    forked, stays = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(forked[1], b".")
+        os.close(stays[1])
+        os.read(stays[0], 1)  # until the parent has seen enough
+        os._exit(0)
+    try:
+        os.read(forked[0], 1)
+        door.close()
+        client._connection.settimeout(PATIENCE_S)
+        found = [client._connection.recv(1)]
+        try:
+            socket.create_connection((host, int(port)), PATIENCE_S).close()
+        except ConnectionRefusedError:
+            found.append("refused")
+        pipe.send(found)
+    finally:
+        os.close(stays[1])
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_keeps_neither_the_door_nor_who_stands_there():
+    """A loader's worker may outlive the member: newcomers would wait for an answer of nobody."""
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=parent_of_one_that_stays, args=(there,))
+    process.start()
+    there.close()
+    try:
+        assert here.poll(3 * PATIENCE_S)
+        assert here.recv() == [b"", "refused"]
+    finally:
+        process.join(PATIENCE_S)
+        process.kill()
