@@ -101,6 +101,7 @@ class Doorway:
     def after_fork_in_child(self) -> None:
         """In a forked child, such as a loader's worker: the door is the parent's alone."""
         self._server.after_fork_in_child()
+        self._shared.after_fork_in_child()
 
     def _sealed(self, key: str, body: Mapping[str, object]) -> bytes:
         return seal(self._version, self._secret, self._given, key, body)

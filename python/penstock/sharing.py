@@ -9,15 +9,21 @@
 
 Rank 0 says in its first message which of these it is (the *announcement*); the others act on it. The door of a running
 job announces it to newcomers in the same words.
+
+A private directory is removed by whoever has made it. A process that is killed cannot do that. So the directory is
+locked as long as its maker lives, and whoever makes the next one removes those of this user that nobody has locked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.addresses import host_identity
@@ -36,6 +42,7 @@ __all__ = [
 ]
 
 SECRET_BYTES = 32
+DIRECTORY_PREFIX = "penstock-secret-"
 _KEY = "secret"
 _SAME = "set the same PENSTOCK_SECRET on every rank"
 
@@ -55,6 +62,7 @@ class SharedSecret:
 
     def __init__(self, options: Options, confidential: bool, made: bytes | None = None) -> None:
         self._directory: str | None = None
+        self._lock = -1
         self.announcement: dict[str, object]
         if options.secret is not None:
             self.secret, self.announcement = options.secret, {"given": True}
@@ -63,7 +71,8 @@ class SharedSecret:
         if confidential or options.insecure:
             self.announcement = {"open": self.secret.hex()}
             return
-        self._directory = tempfile.mkdtemp(prefix="penstock-secret-")
+        _remove_what_was_left()
+        self._directory, self._lock = _make_directory()
         self.announcement = {"directory": self._directory, "host": host_identity()}
         board = FileBoard(self._directory, clean=False)
         try:
@@ -81,6 +90,54 @@ class SharedSecret:
             board.close()
             os.rmdir(self._directory)  # noqa: PTH106 - no file of anybody else is removed
         self._directory = None
+        self._unlock()
+
+    def after_fork_in_child(self) -> None:
+        """In a forked child: what was left is the parent's to remove, and nobody has it locked when that has ended."""
+        self._directory = None
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def _make_directory() -> tuple[str, int]:
+    """A private directory, and the descriptor that has it locked, or -1 where a file system has no locks."""
+    while True:
+        path = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)
+        lock = -1
+        # Until it is locked somebody else may take it for one that was left. Then there is another one.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:
+                os.close(lock)
+                return path, -1  # nor does anybody else get a lock there, to remove it
+            if os.path.samestat(os.fstat(lock), Path(path).stat()):
+                return path, lock
+        if lock >= 0:
+            os.close(lock)
+
+
+def _remove_what_was_left() -> None:
+    """Directories of this user's processes that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(directory)
+                if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not if its maker lives
+                    for name in os.listdir(directory):  # noqa: PTH208 - by descriptor: nobody can swap the directory
+                        os.unlink(name, dir_fd=directory)
+                    path.rmdir()
+            finally:
+                os.close(directory)
 
 
 def take(announcement: Mapping[str, Any], options: Options, confidential: bool) -> bytes:

@@ -1,6 +1,8 @@
 """Where the secret comes from: on one host privately by itself, between hosts only from the user."""
 
 import os
+import subprocess
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -197,3 +199,66 @@ def test_a_secret_for_everybody_to_read_is_taken_only_where_the_user_says_so():
         sharing.take(public, Options(rank=1), confidential=False)
     assert sharing.take(public, Options(rank=1, insecure=True), confidential=False) == b"\xab" * 32
     assert sharing.take(public, Options(rank=1), confidential=True) == b"\xab" * 32
+
+
+LEAVES = """
+import os, signal
+from penstock import sharing
+from penstock.config import Options
+sharing.SharedSecret(Options(), confidential=False)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_one(temporary):
+    subprocess.run([sys.executable, "-c", LEAVES], env={**os.environ, "TMPDIR": str(temporary)}, check=False)
+    [left] = temporary.iterdir()
+    assert list(left.iterdir())
+    mine = sharing.SharedSecret(Options(), confidential=False)
+    assert [str(path) for path in temporary.iterdir()] == [mine.announcement["directory"]]
+    # Who lives has it locked, in this process, too.
+    other = sharing.SharedSecret(Options(), confidential=False)
+    assert sharing.take(mine.announcement, Options(rank=1), confidential=False) == mine.secret
+    mine.close()
+    other.close()
+    assert not list(temporary.iterdir())
+
+
+def test_nothing_of_anybody_else_is_removed(temporary, monkeypatch):
+    names = ["penstock-secret-open", "penstock-secret-of-another", "elsewhere"]
+    of_all, of_another, elsewhere = [temporary / name for name in names]
+    for place, mode in ((of_all, 0o755), (of_another, 0o700), (elsewhere, 0o700)):
+        place.mkdir(mode)
+        place.chmod(mode)
+        (place / "penstock.secret").write_text("")
+    (temporary / "penstock-secret-link").symlink_to(elsewhere, target_is_directory=True)
+    (temporary / "penstock-secret-file").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        sharing._remove_what_was_left()
+    assert all((place / "penstock.secret").exists() for place in (of_all, of_another, elsewhere))
+    sharing._remove_what_was_left()
+    assert sorted(path.name for path in temporary.iterdir()) == [
+        "elsewhere",
+        "penstock-secret-file",
+        "penstock-secret-link",
+        "penstock-secret-open",
+    ]
+    assert (elsewhere / "penstock.secret").exists() and (of_all / "penstock.secret").exists()
+
+
+def test_a_directory_that_is_removed_before_it_is_locked_is_made_anew(temporary, monkeypatch):
+    made, original = [], tempfile.mkdtemp
+
+    def make(prefix):
+        made.append(original(prefix=prefix))
+        if len(made) < 3:
+            sharing._remove_what_was_left()  # by another process, at that very moment
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    mine = sharing.SharedSecret(Options(), confidential=False)
+    assert len(made) == 3 and mine.announcement["directory"] == made[-1]
+    assert sharing.take(mine.announcement, Options(rank=1), confidential=False) == mine.secret
+    mine.close()
+    assert not list(temporary.iterdir())
