@@ -346,6 +346,27 @@ def test_a_newcomer_is_started_in_the_place_of_a_worker_that_is_lost(tmp_path):
     assert "newcomer 1 takes part, one of " in err  # the others may have ended when this is heard
 
 
+def test_a_newcomer_is_not_told_where_the_others_have_met():
+    """It would refuse that; and on this machine it has the launcher's own environment beside what it is told."""
+    write(
+        COMES + "print('meets at', os.environ.get('PENSTOCK_RENDEZVOUS'), flush=True)\n"
+        "if came_to is None:\n"
+        "    opens('door-' + rank)\n"
+        "    until('opened-door-0', 'opened-door-1')\n"
+        "    if rank == '1':\n        dies()\n"
+        "    until('opened-newcomers')\n"
+        "else:\n    opens('newcomers')\n"
+    )
+    place = {"PENSTOCK_RENDEZVOUS": "tcp://127.0.0.1:5000"}
+    status, out, err = run("--min", "1", "--max", "2", "train.py", env={**os.environ, **place})
+    assert status == 0, err
+    assert sorted(line for line in out.splitlines() if "meets" in line) == [
+        "[newcomer 1] meets at None",
+        "[rank 0] meets at tcp://127.0.0.1:5000",
+        "[rank 1] meets at tcp://127.0.0.1:5000",
+    ]
+
+
 def test_a_newcomer_that_takes_part_is_followed_by_another_one_as_any_worker():
     write(
         COMES + "if came_to is None:\n"

@@ -5,6 +5,7 @@ input ends, and the agent ends its processes; when the agent is gone the kernel 
 its own, which ends with it.
 
 Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "environment"}]}``, then ``{"signal": N}``.
+A variable of the environment that is null is one that the process shall not have.
 Output: `HELLO` with free ports, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
 output, ``{"rank", "door"}`` when it has said where newcomers come in, ``{"stopped"}`` and ``{"continued"}`` as a signal
 has stopped one or let it go on, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
@@ -58,15 +59,18 @@ class Reports:
 class WorkerProcess:
     """One process, with the threads that read its output and wait for its end."""
 
-    def __init__(self, rank: int, command: list[str], environment: dict[str, str], cwd: str, reports: Reports) -> None:
+    def __init__(
+        self, rank: int, command: list[str], environment: dict[str, str | None], cwd: str, reports: Reports
+    ) -> None:
         self._rank = rank
         self._reports = reports
         self._told, inherited, variable = launcher_pipe.offer()
+        told: dict[str, str | None] = {**config.current_environment(), **environment, **variable}
         try:
             self._process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env={**config.current_environment(), **environment, **variable},
+                env={name: value for name, value in told.items() if value is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

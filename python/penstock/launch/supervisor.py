@@ -217,10 +217,10 @@ class Supervisor:
 
     def _start(self, agent: AgentLink) -> None:
         """Have an agent start what it is there for."""
-        more = {**self._rendezvous(), **self._plan.environment}
+        more: dict[str, str | None] = {**self._rendezvous(), **self._plan.environment}
         if agent.door is not None:
-            refused = {f"{PREFIX}{name.upper()}" for name in OF_THE_JOB}
-            more = {name: value for name, value in more.items() if name not in refused}
+            # Nor may it have them of its host's environment, which on this machine is the launcher's.
+            more |= {f"{PREFIX}{name.upper()}": None for name in OF_THE_JOB}
             more[f"{PREFIX}JOIN"] = agent.door
         orders = [
             {
