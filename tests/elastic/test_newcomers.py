@@ -324,6 +324,44 @@ def forgets_sampler(rank, count, doors):
     training.until(3)
 
 
+def until_one_is_lost(rank, count, doors, *states):
+    """What members give `ps.Newcomers`, and what newcomers do."""
+    model = network()
+    model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    newcomers = ps.Newcomers(**{name: Progress() for name in states[rank == count]})
+    if rank == 0:
+        doors.put(newcomers.door)
+    lost = []
+    ps.on_members_changed(lambda change: lost.extend(change.lost))
+    for step in range(STEPS_MAX):
+        newcomers.let_in()
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if lost:
+            return lost
+    raise AssertionError("nobody was lost")
+
+
+@pytest.mark.parametrize(
+    ("members", "newcomer", "words"),
+    [
+        (["a"], ["a", "b"], "the others were given a, and this newcomer a, b"),
+        pytest.param(["a", "b"], ["b"], "the others were given a, b, and this newcomer b", marks=pytest.mark.long),
+        pytest.param([], ["a"], "the others were given nothing, and this newcomer a", marks=pytest.mark.long),
+    ],
+)
+def test_a_newcomer_that_has_other_states_is_refused_and_the_others_go_on(tmp_path, members, newcomer, words):
+    doors = CONTEXT.Queue()
+    *others, came = run(
+        2, until_one_is_lost, tmp_path, Relay(doors), members, newcomer, newcomers=1, doors=doors, **OPTIONS
+    )
+    assert isinstance(came.error, ps.ConfigError), came.error
+    assert words in str(came.error)
+    assert [(other.value, other.error) for other in others] == [([2], None)] * 2
+
+
 def one_model_more(rank, count, doors):
     training = None
     if rank == count:

@@ -226,9 +226,10 @@ class Newcomers:
     def _be_told(self) -> None:
         telling = Telling(self._running, _CALLER, None)
         telling.hear()
-        for name, state in telling.bring().items():
-            if name not in self._states:
-                raise self._other_states(name)
+        told = telling.bring()
+        if told.keys() != self._states.keys():  # what is not told would go on from its beginning here
+            raise self._other_states(told)
+        for name, state in told.items():
             self._states[name].load_state_dict(state)
 
     def let_in(self) -> None:
@@ -273,9 +274,9 @@ class Newcomers:
             found[name] = one.state_dict() if as_of is None else as_of(step)
         return {}, found
 
-    def _other_states(self, name: str) -> ConfigError:
-        here = ", ".join(self._states) or "none"
+    def _other_states(self, told: Mapping[str, Any]) -> ConfigError:
+        there, here = (", ".join(states) or "nothing" for states in (told, self._states))
         return ConfigError(
-            f"{_CALLER}: the others have a state of {name}, this newcomer has {here}; give the same on all ranks",
+            f"{_CALLER}: the others were given {there}, and this newcomer {here}; give the same on all ranks",
             rank=self._running.rank,
         )
