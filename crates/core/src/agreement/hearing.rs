@@ -3,7 +3,8 @@
 //! That a connection has ended and is not made anew at once, cannot be made, or brings nothing, is a suspicion; that it is made anew, or
 //! brings something again, takes that back. One that has ended is dialled again, first at once: both ends may live, and somebody in
 //! between have ended it. Whoever has said goodbye ends no epoch: its connection may end, and it is not in the next one, whenever that
-//! begins. Whoever has sent what cannot be is not heard any more.
+//! begins. But a program that waits for newcomers together with all others does not wait for one that has ended. Whoever has sent what
+//! cannot be is not heard any more.
 //!
 //! What this leaves out: what a suspicion leads to, which is [`Succession`]'s, and the connections.
 
@@ -161,7 +162,7 @@ impl Hearing {
             if link.ended_ns.take_if(|since_ns| now_ns.saturating_sub(*since_ns) >= PATIENCE_NS).is_some() {
                 agreement.suspect(now_ns, rank);
             }
-            if link.departed && agreement.is_ending() {
+            if link.departed && (agreement.is_ending() || agreement.waits_for(rank)) {
                 agreement.suspect(now_ns, rank);
             }
         }
@@ -172,6 +173,7 @@ impl Hearing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::agreement::MemberMessage;
     use crate::error::Error;
 
     const TIMEOUT_NS: u64 = 10_000_000_000;
@@ -242,6 +244,30 @@ mod tests {
         agreement.end(late_ns);
         hearing.look(late_ns, times[1..].iter().copied(), &mut agreement);
         assert!(agreement.suspects(Rank(1)) && !agreement.suspects(Rank(2)));
+    }
+
+    #[test]
+    fn who_has_said_goodbye_is_not_waited_for_where_newcomers_come() {
+        let newcomer = [Rank(3)];
+        let look = |hearing: &mut Hearing, agreement: &mut Succession, now_ns| {
+            hearing.look(now_ns, std::iter::empty(), agreement);
+        };
+        for is_ready in [false, true] {
+            let (mut hearing, mut agreement) = of_three();
+            for peer in [1, 2] {
+                assert!(hearing.connected(0, Rank(peer), &mut agreement));
+            }
+            if is_ready {
+                agreement.heard_from(1, Rank(1), 0, MemberMessage::Ready);
+            }
+            agreement.ready(2, &newcomer);
+            look(&mut hearing, &mut agreement, 3);
+            assert!(!agreement.is_ending());
+            hearing.departed(Rank(1));
+            look(&mut hearing, &mut agreement, 4);
+            assert_eq!((agreement.is_ending(), agreement.suspects(Rank(1))), (!is_ready, !is_ready));
+            assert!(!agreement.suspects(Rank(2)));
+        }
     }
 
     #[test]

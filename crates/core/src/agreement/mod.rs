@@ -280,6 +280,12 @@ impl Succession {
         self.end_if_ready(now_ns);
     }
 
+    /// Whether this member's program waits for newcomers, and that one's does not yet.
+    #[must_use]
+    pub fn waits_for(&self, rank: Rank) -> bool {
+        self.ready.contains(&self.me) && !self.ready.contains(&rank)
+    }
+
     /// Programs have waited too long for those that do not come to where newcomers are waited for.
     pub fn overdue(&mut self, now_ns: u64) {
         let late: Vec<Rank> = self.heard().filter(|rank| !self.ready.contains(rank)).collect();
