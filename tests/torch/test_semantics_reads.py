@@ -8,6 +8,7 @@ import ctypes
 import gc
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
@@ -27,6 +28,7 @@ from scenarios import (
 from torch import nn
 from torch.nn import functional as F
 
+import penstock as ps
 from penstock import distribute
 from penstock.torch.access import distributed_here
 from penstock.torch.reads.safety import distributed_of
@@ -481,6 +483,38 @@ def test_gradients_are_submitted_during_backward_and_priorities_follow_the_forwa
         0,
     ]  # first is used first; what nobody was seen to use is needed first, as it may be read by anyone
     assert phases == ["backward", "forward"]
+
+
+@pytest.mark.fake_only
+def test_without_an_optimizer_the_first_backward_ends_what_is_observed():
+    """Else every forward would be looked at, for ever, and gradients had the priority of their layers' registration."""
+
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(8, 2)
+            self.first = nn.Linear(4, 8)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(x)))
+
+    def main(rank, engine):
+        model, _ = distribute(seeded(Backwards()))
+        kept = model.last.weight.detach()  # a step would wait for it, and there is none
+        distributed = distributed_of(model.last.weight)
+        book = distributed.gradients.id
+        with distributed.gradients.no_sync():
+            mse(model, rank, 0).backward()
+        before = (distributed.observed, book in engine.places)
+        mse(model, rank, 1).backward()
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        ps.synchronize(model)
+        assert kept.shape == (2, 8)
+        return before, distributed.observed, engine.places[book], hooks
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="penstock: something else holds the memory")
+        assert run(main, 2) == [((False, False), True, [1, 0], [0, 0, 0])] * 2
 
 
 @pytest.mark.fake_only

@@ -97,6 +97,7 @@ class Distributed:
     Attributes:
         schemes: How its layers are synchronised.
         ending: What becomes of it when the job is over.
+        adopts: Whether an optimizer that it was not given may come to be its own, as that of a wrapped model does.
         named: Its parameters and buffers, by name; not their memory, which the program may exchange.
         copies: One rank's of them, or of what belongs to them, to all others.
     """
@@ -129,6 +130,7 @@ class Distributed:
         self.servers = Servers(engine, rank, options.world_size, 0) if servers is None else servers
         self.model = model
         self.key = next(_keys)
+        self.adopts = False
         self.whole_steps = options.whole_steps
         self.ending = ModelEnding(self, optimizers)
         self.layers, self.slots = describe(model)
@@ -201,7 +203,7 @@ class Distributed:
             self.schemes.choice.rest()
         if not self.updates:  # each backward is a step
             self.gradients.begin_step = self.drift.before_step
-            self.gradients.end_step = self._copy_buffers
+            self.gradients.end_step = self._end_backward
         self.uneven = False  # ranks that have no batch left go along
         self._step_is_new = False  # no forward since the last step
         self._told_groups: list[list[dict[str, Any]]] = []  # at a newcomer, hyperparameters of its optimizers
@@ -369,6 +371,12 @@ class Distributed:
         self._look_for_members()
         self._copy_buffers()
 
+    def _end_backward(self) -> None:
+        """Without an optimizer a step has ended."""
+        if not self.observed and not self.adopts and (self.watch is None or not self.watch.is_in_forward):
+            self.end_observation()
+        self._copy_buffers()
+
     def _copy_buffers(self) -> None:
         """A step has ended: rank 0's buffers go to all others, which have them by the next forward."""
         if self.buffers is not None:
@@ -459,7 +467,8 @@ class Distributed:
         if watch is None or self.synchronous is not None:
             return
         watch.remove()
-        watch.update_held_at_once(self.gradients.rank)
+        if self.updates or self.adopts:  # else nothing is updated, and no step waits
+            watch.update_held_at_once(self.gradients.rank)
         self.servers.set_priorities(self.gradients.id, watch.decide())
         self._at_start = [layer for layer in self.layers if any(slot.reads.at_start for slot in layer.slots)]
         for module, layers in watch.readers().items():

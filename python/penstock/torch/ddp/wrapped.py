@@ -111,6 +111,7 @@ class WrappedModel:
         with torch.no_grad():
             for buffer, value in own:
                 buffer.copy_(value)
+        distributed.adopts = True
         adoption.watch(distributed)
         if self._sync_buffers and any(buffer.numel() for buffer in distributed.model.buffers()):
             self._buffers = BufferCopy(

@@ -359,6 +359,11 @@ class Watch(TorchDispatchMode):
                 self._handles.append(register_first(module, _marked(self._before)))
                 self._handles.append(module.register_forward_hook(_marked(self._after), always_call=True))
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward is under way."""
+        return bool(self._running)
+
     def _before(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or not self._active:
             return
