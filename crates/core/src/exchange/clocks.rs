@@ -11,7 +11,7 @@ use crate::wire::Header;
 pub(super) struct Clocks {
     /// By member its clock.
     of: Vec<u32>,
-    /// Who waits for an answer until the slowest has come after.
+    /// Who waits for an answer until the slowest has come after: each member once, since none goes on before it has that.
     waiting: Vec<(Rank, Header)>,
 }
 
@@ -42,6 +42,11 @@ impl Clocks {
     /// Who is ahead waits for the answer to this.
     pub(super) fn wait(&mut self, rank: Rank, header: Header) {
         self.waiting.push((rank, header));
+    }
+
+    /// Whether it waits for an answer.
+    pub(super) fn is_waiting(&self, rank: Rank) -> bool {
+        self.waiting.iter().any(|(other, _)| *other == rank)
     }
 
     /// Who waits, but is not ahead any more; it waits no longer.

@@ -313,6 +313,12 @@ impl<C: Clone> Store<C> {
         let one_by_one = rules.must_be_in == MustBeIn::Nobody;
         let (asks, over) = (what.is_absent() && !rules.needs(from), self.round.has_ended(header.seq));
         if one_by_one {
+            if self.clocks.is_waiting(from) {
+                return Err(Error::protocol(
+                    from,
+                    format!("{}: its last one is not answered", describe(from, header)),
+                ));
+            }
             self.clocks.advance(from, header.step, asks, &context.site);
         }
         if asks && one_by_one && self.clocks.is_ahead(from, &context.site) {

@@ -358,6 +358,37 @@ fn who_has_nothing_for_a_step_has_come_to_it_and_a_question_of_the_last_step_is_
     assert_eq!(bench.completed(), 3);
 }
 
+#[test]
+fn who_waits_for_an_answer_and_says_more_is_at_fault() {
+    let (all, who_asks) = (Answered::All, Answered::WhoAsks);
+    for (kind, answered) in [(Kind::PushAbsent, all), (Kind::Push, all), (Kind::PushAbsent, who_asks)] {
+        let mut bench = Bench::new(0, 2, 1 << 20);
+        let staleness = Some(Staleness { of: Members::all(2), most: 0 });
+        let rules = Rules {
+            must_be_in: MustBeIn::Nobody,
+            fold: Fold::Updated,
+            answered,
+            staleness,
+            ..Rules::default()
+        };
+        let book = deal(&roles(rules), Dtype::F32, Dtype::F32).unwrap();
+        bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+        bench.node.load(0, 0, (Field::Value, 0), &user_memory(4096)).unwrap();
+        bench.node.step(Event::Order { book: 0, slice: 0, update: UPDATE }, &mut bench.actions).unwrap();
+        // It is ahead of rank 0, and has to wait; where only who asks is answered it asks for it.
+        bench.frame(1, exchange(Kind::Push, 0, 1, Op::Average)).unwrap();
+        let mut seq = 1;
+        if answered == Answered::WhoAsks {
+            seq += 1;
+            bench.frame(1, exchange(Kind::PushAbsent, 0, seq, Op::Average)).unwrap();
+        }
+        let told = bench.kinds(1);
+        assert!(!told.contains(&Kind::Answer), "{told:?}");
+        let error = bench.frame(1, exchange(kind, 0, seq + 1, Op::Average)).unwrap_err().to_string();
+        assert!(error.contains("from rank 1: its last one is not answered"), "{error}");
+    }
+}
+
 #[derive(Debug, Clone)]
 enum Draw {
     Submit { tensor: u32, absent: bool },
