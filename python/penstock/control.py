@@ -502,7 +502,9 @@ class Servers:
         self.ranks = range(workers, workers + servers)
         """Their ranks in the engine."""
         self._channel = Channel(engine, rank, workers, servers) if servers and rank == 0 else None
-        self._lock = threading.Lock()
+        # Of one thread it can be taken twice: a handler of a signal comes in the middle of what its thread does.
+        self._lock = threading.RLock()
+        self._is_telling = False
         self._books: set[int] = set()
         self._ended = False
 
@@ -604,11 +606,24 @@ class Servers:
         return [(rank, count) for rank, count in enumerate(counts) if count]
 
     def tell(self, message: Message, meanwhile: Callable[[], object] | None = None) -> list[Any]:
-        """As `Channel.tell` at worker 0; at other workers nothing is done, and the list is empty."""
+        """As `Channel.tell` at worker 0; at other workers nothing is done, and the list is empty.
+
+        Raises:
+            ConfigError: A handler of a signal calls it while its thread tells the servers something else.
+        """
         if self._channel is None:
             return []
         with self._lock:
-            return self._channel.tell(message, meanwhile)
+            if self._is_telling:
+                raise ConfigError(
+                    f"{type(message).__name__} cannot be told to the servers by a handler of a signal that came while "
+                    "they were told something else; let the handler set a flag, and the program look at that"
+                )
+            self._is_telling = True
+            try:
+                return self._channel.tell(message, meanwhile)
+            finally:
+                self._is_telling = False
 
     def say(self, word: Message) -> None:
         """To all who own slices of a book that they update: to this worker itself, if there are no servers."""
@@ -620,9 +635,16 @@ class Servers:
     def end(self) -> None:
         """The job ends in order: let the servers end, too.
 
+        A handler of a signal that comes while they are told something else cannot do that: there the job fails.
+
         Raises:
             PenstockError: One was lost meanwhile, and has not been missed.
         """
-        if not self._engine.has_failed and not self._ended:
-            self._ended = True  # a handler of a signal may end the job while it ends
-            self.tell(EndServing())
+        if self._engine.has_failed or self._ended:
+            return
+        self._ended = True  # a handler of a signal may end the job while it ends
+        with self._lock:
+            if self._is_telling:
+                self._engine.abort("a handler of a signal ended the job while the servers were told something else")
+            else:
+                self.tell(EndServing())

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from penstock.control import (
     Proceed,
     Saved,
     ServeBook,
+    Servers,
     SetPriorities,
     Squares,
     decode,
@@ -383,6 +385,59 @@ def test_a_job_that_a_handler_of_a_signal_ends_while_it_ends_has_ended_when_the_
     assert status == 0, err
     assert "[server 0] ended in order" in out
     assert (tmp_path / "job" / "ended").read_text() == "the engine was shut down"
+
+
+class Interrupted:
+    """A channel, and an engine, of a worker that a signal comes to in the middle of its first word."""
+
+    has_failed = False
+
+    def __init__(self, handler):
+        self.handler, self.told, self.aborted = handler, [], None
+
+    def form_group(self, group, members):
+        pass
+
+    def abort(self, reason):
+        self.aborted = reason
+
+    def tell(self, message, meanwhile):
+        self.told.append(type(message))
+        if len(self.told) == 1:
+            self.handler(self.servers)
+        return []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_handler_of_a_signal_is_not_held_up_by_a_word_that_it_comes_in_the_middle_of(ends):
+    errors = []
+
+    def handler(servers):
+        if ends:
+            servers.end()
+            return
+        with pytest.raises(ConfigError, match="CountLate cannot be told to the servers by a handler of a signal"):
+            servers.late(0)
+        errors.append("refused")
+
+    def program():
+        there = Interrupted(handler)
+        there.servers = servers = Servers(there, 0, 2, 1)
+        servers._channel = there
+        servers.tell(SetPriorities(1, [0]))
+        servers.end()  # if the handler has not
+        found.append((there.told, there.aborted))
+
+    found = []
+    thread = threading.Thread(target=program, daemon=True)
+    thread.start()
+    thread.join(GONE_S)
+    assert not thread.is_alive(), "it waits for itself"
+    if ends:
+        [(told, aborted)] = found
+        assert told == [SetPriorities] and "a handler of a signal ended the job" in aborted
+    else:
+        assert errors == ["refused"] and found == [([SetPriorities, EndServing], None)]
 
 
 def test_messages_are_typed_and_nothing_else_is_taken():
