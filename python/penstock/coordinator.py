@@ -322,10 +322,20 @@ class Coordinator:
         """What would be decided with the same facts in a cluster with other groups, or with none: to compare."""
         return self.supposing(cluster=self.cluster.in_groups(groups))
 
-    def supposing(self, *, cluster: Cluster | None = None, rates: Rates | None = None) -> Coordinator:
+    def of_part(self, network: Network) -> Coordinator:
+        """The same, of layers that have some of their tensors, or none: the others do not travel at present."""
+        other = self.supposing(network=network)
+        for layer in network.layers:
+            if layer.tensors and layer.kind == self._layer(layer.name).kind:
+                other._plans[layer.name] = other._plan(layer, current=self._plans[layer.name].scheme)
+        return other
+
+    def supposing(
+        self, *, network: Network | None = None, cluster: Cluster | None = None, rates: Rates | None = None
+    ) -> Coordinator:
         """What would be decided with the same facts, but for these."""
         other = Coordinator(
-            self.network,
+            network or self.network,
             cluster or self.cluster,
             policy=self.policy,
             rates=rates or self.rates,

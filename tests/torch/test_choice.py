@@ -282,6 +282,32 @@ def test_what_was_asked_for_and_the_default_are_told_apart(asked):
     assert run(main, 2) == [[(True, reason) for reason in expected]] * 2
 
 
+def test_what_is_frozen_at_present_is_not_counted():
+    def main(rank, engine):
+        model = make()
+        model[2].weight.requires_grad_(False)
+        model, _ = distribute(model, sgd(model))
+        before = ps.explain(model)
+        model[2].weight.requires_grad_(True)
+        model[0].requires_grad_(False)
+        after = ps.explain(model)
+        model[2].requires_grad_(False)
+        with pytest.raises(ConfigError, match="no parameter of the model is trained"):
+            ps.explain(model)
+        model.requires_grad_(True)
+        found = [before, after, ps.explain(model)]
+        return [([(plan.name, plan.gradient_bytes) for plan in one.layers], one.notes) for one in found]
+
+    first, last, bias = 8 * (INPUTS * OUTPUTS + OUTPUTS), 8 * (4 * OUTPUTS + 4), 8 * 4
+    note = "frozen (requires_grad=False), of which nothing travels: "
+    expected = [
+        ([("0", first), ("2", bias)], (f"{note}1 parameter",)),
+        ([("2", last)], (f"{note}2 parameters",)),
+        ([("0", first), ("2", last)], ()),
+    ]
+    assert run(main, 2) == [expected] * 2
+
+
 def test_ranks_that_leave_early_come_back_to_what_the_others_use():
     def main(rank, engine):
         model = make()

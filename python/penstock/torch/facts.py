@@ -12,6 +12,7 @@ from penstock.coordinator import Cluster, Coordinator, Placed
 from penstock.errors import ConfigError
 from penstock.torch.access import distributed_for
 from penstock.torch.choice.measuring import network_of
+from penstock.torch.choice.network import trained
 
 if TYPE_CHECKING:
     from penstock.explanation import Explanation
@@ -55,15 +56,19 @@ def explain(model: nn.Module, compute_s: float | None = None) -> Explanation:
         compute_s: Forward and backward of one worker alone, in seconds; with it step times are predicted.
 
     Returns:
-        An object; ``print(ps.explain(model).render())`` shows the table of ``penstock explain``. Where a layer that
-        sends rows had to send its gradient on this rank (its weight was read elsewhere, or a hook wanted to see the
-        gradient), the reason says how often and why; and also why it would have to.
+        An object; ``print(ps.explain(model).render())`` shows the table of ``penstock explain``. Parameters that are
+        frozen at present are left out. Where a layer that sends rows had to send its gradient on this rank (its weight
+        was read elsewhere, or a hook wanted to see the gradient), the reason says how often and why; and also why it
+        would have to.
 
     Raises:
-        ConfigError: The model is not distributed.
+        ConfigError: The model is not distributed, or all of its parameters are frozen.
     """
-    explanation = coordinator_of(model).explain(compute_s)
-    distributed = distributed_for(model)
+    coordinator, distributed = coordinator_of(model), distributed_for(model)
+    network = trained(coordinator.network, model if distributed is None else distributed.model)
+    if network is not coordinator.network:
+        coordinator = coordinator.of_part(network)
+    explanation = coordinator.explain(compute_s)
     if distributed is None:  # a job of one process
         return explanation
 

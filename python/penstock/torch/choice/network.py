@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 from penstock.torch.model.layout import CODES, ROOT
 from penstock.torch.schemes.survey import kind_of, survey, why_whole
 
-__all__ = ["describe", "describe_torchvision", "layers_of"]
+__all__ = ["describe", "describe_torchvision", "layers_of", "trained"]
 
 IMAGE = (3, 224, 224)
 IMAGES = {"inception_v3": (3, 299, 299)}
@@ -54,15 +54,9 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
     Raises:
         ConfigError: The model's forward fails with the example, or no parameter is trained.
     """
-    frozen = {of for of, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
-    notes = []
-    if frozen:
-        notes.append(f"frozen (requires_grad=False), of which nothing travels: {plural(len(frozen), 'parameter')}")
     if example is None:
-        notes.append(
-            "no example input: every layer is taken to see one row per sample (give the function's result as a pair)"
-        )
-        return _trained(name, layers_of(model, {}, why_whole=_why_whole(model)), frozen, notes)
+        note = "no example input: every layer is taken to see one row per sample (give the function's result as a pair)"
+        return trained(Network(name, tuple(layers_of(model, {}, why_whole=_why_whole(model))), notes=(note,)), model)
     batch = next((given.shape[0] for given in _tensors(example) if given.dim() > 0), 1)
     try:
         seen = _look(model, example)
@@ -70,13 +64,18 @@ def describe(model: nn.Module, example: Any = None, *, name: str) -> Network:
         raise ConfigError(
             f"{name}: its forward fails with the given example: {type(error).__name__}: {error}"
         ) from error
-    return _trained(name, layers_of(model, seen, batch, _why_whole(model)), frozen, notes)
+    return trained(Network(name, tuple(layers_of(model, seen, batch, _why_whole(model)))), model)
 
 
-def _trained(name: str, layers: Sequence[description.Layer], frozen: Collection[str], notes: Sequence[str]) -> Network:
-    """Of these layers what is trained, and all of the arithmetic."""
+def trained(network: Network, model: nn.Module) -> Network:
+    """Of a model's network what is trained at present, and all of the arithmetic.
+
+    Raises:
+        ConfigError: Nothing is.
+    """
+    frozen = {of for of, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
     found = []
-    for layer in layers:
+    for layer in network.layers:
         tensors = tuple(tensor for tensor in layer.tensors if tensor.name not in frozen)
         if tensors[:1] == layer.tensors[:1]:
             found.append(replace(layer, tensors=tensors))
@@ -84,8 +83,13 @@ def _trained(name: str, layers: Sequence[description.Layer], frozen: Collection[
             shape = tensors[0].shape if tensors else layer.shape
             found.append(replace(layer, tensors=tensors, kind="other", shape=shape, why_whole=None))
     if not any(layer.tensors for layer in found):
-        raise ConfigError(f"{name}: no parameter of the model is trained (requires_grad), so nothing would travel")
-    return Network(name, tuple(found), notes=tuple(notes))
+        raise ConfigError(
+            f"{network.name}: no parameter of the model is trained (requires_grad), so nothing would travel"
+        )
+    if not frozen:
+        return network
+    note = f"frozen (requires_grad=False), of which nothing travels: {plural(len(frozen), 'parameter')}"
+    return replace(network, layers=tuple(found), notes=(note, *network.notes))
 
 
 def describe_torchvision(models: Any, name: str) -> Network:
