@@ -168,6 +168,38 @@ def test_states_of_optimizers_come_with_it(tmp_path):
         assert all(value.tobytes() == other[key].tobytes() for key, value in first.items())
 
 
+def convolutional(rank, count, doors):
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4 * 4, 2))
+    model = model.to(memory_format=torch.channels_last)
+    model, optimizer = ps.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    progress = Progress()
+    newcomers = ps.Newcomers(progress=progress)
+    if rank == 0:
+        doors.put(newcomers.door)
+    last = STEPS_MAX
+    while progress.steps < last:
+        newcomers.let_in()
+        progress.steps += 1
+        generator = torch.Generator().manual_seed(1000 * progress.steps + _members()[ps.rank()])
+        x = torch.randn(2, 32, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        last = next((entry.step for entry in ps.membership_log() if len(entry.members) == 3), STEPS_MAX) + AFTER
+    state = optimizer.state_dict()["state"][0]
+    of_weight = (model[0].weight.detach(), state["exp_avg"], state["exp_avg_sq"])
+    return [(one.stride(), one.numpy().tobytes()) for one in of_weight]
+
+
+def test_states_lie_in_memory_as_those_of_the_others(tmp_path):
+    """Else its updates are not made in pieces, and may round otherwise; and a fused kernel takes wrong elements."""
+    doors = CONTEXT.Queue()
+    values = run_well(2, convolutional, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS)
+    assert values[0] == values[1] == values[2]
+    assert {stride for stride, _ in values[2]} == {(9 * 32, 1, 3 * 32, 32)}
+
+
 def samples_of(rank, count, doors, loaders):
     dataset = list(range(160))
     model = nn.Linear(1, 1)

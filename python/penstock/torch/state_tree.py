@@ -1,4 +1,8 @@
-"""What a program's objects have of state, taken apart: a tree that is fit for JSON, and tensors by their places."""
+"""What a program's objects have of state, taken apart: a tree that is fit for JSON, and tensors by their places.
+
+Tensors are contiguous there. The tree says of those that lay otherwise how: an optimizer's state lies as its parameter
+does, fused kernels take that for granted, and rounding may depend on it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.torch.model.layout import is_dense
 
 __all__ = ["check_stateful", "descriptions", "empty", "joined", "split"]
 
@@ -53,6 +58,8 @@ def split(
             here = value.detach().to("cpu")
             tensors[name] = here.clone(memory_format=torch.contiguous_format) if copy else here.contiguous()
             seen[memory] = name
+        if not value.is_contiguous() and is_dense(value):
+            return {"laid": [seen[memory], list(value.stride())]}
         return {"tensor": seen[memory]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -76,6 +83,10 @@ def joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensors[content]
+    if kind == "laid":
+        name, stride = content
+        found = tensors[name]
+        return torch.empty_strided(found.shape, stride, dtype=found.dtype, device="cpu").copy_(found)
     if kind == "dict":
         return {key: joined(one, tensors) for key, one in content}
     several = [joined(one, tensors) for one in content]
