@@ -135,7 +135,8 @@ def test_any_keys_and_values_leave_it_as_it_was(job, door):
         stage = draw.choice(["knock", "answer", "door", ""])
         number = draw.choice(["0", "-1", "05", "9" * 20, "9" * 30, "x", "\u0661", ""])
         key = draw.choice([f"{name}/{stage}/{number}", f"{stage}/{number}", stage, f"{name}/{stage}/5/5"])
-        value = draw.choice([b"", draw.randbytes(40), b'{"penstock": 1}', b"[" * 5000])
+        half = b'{"penstock": "\\ud800", "given": true, "body": "{}", "proof": ""}'  # of a character
+        value = draw.choice([b"", draw.randbytes(40), b'{"penstock": 1}', b"[" * 5000, half])
         ask(door, draw.choice([GET, SET]), key, value)
     assert job.knocks == [], f"seed {seed}"
     newcomer = visit(door)
@@ -181,9 +182,16 @@ def test_a_job_that_made_its_secret_shares_it_with_its_user_on_its_host():
         door.close()
 
 
-def test_what_is_no_door_is_named():
+HALF = (
+    b'{"penstock": "1.0", "given": true, "body": "{\\"secret\\": {\\"given\\": true}, \\"\\ud800\\": 1}", "proof": ""}'
+)
+"""Half a character, as JSON can spell it and nothing else."""
+
+
+@pytest.mark.parametrize("said", [b"{}", HALF])
+def test_what_is_no_door_is_named(said):
     server = key_server.KeyServer(
-        socket.create_server(("127.0.0.1", 0)), 4, lambda key: b"{}", lambda key, value: None, "no-door"
+        socket.create_server(("127.0.0.1", 0)), 4, lambda key: said, lambda key, value: None, "no-door"
     )
     sources = {"join": "argument"}
     try:

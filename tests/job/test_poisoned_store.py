@@ -39,6 +39,7 @@ def environ_of(store, secret=SECRET):
 FAILURE = {"error": {"type": "ConfigError", "message": "a stranger says so", "rank": 0}}
 GARBAGE = {
     "noise": lambda key: b"\xff\x00garbage",
+    "half a character": lambda key: b'{"penstock": "\\ud800", "given": true, "body": "{}", "proof": "\\ud800"}',
     "a failure": lambda key: seal("1.0", None, False, key, FAILURE),
     "a failure with another proof": lambda key: seal("1.0", b"a stranger's secret", True, key, FAILURE),
     "another version": lambda key: seal("9.9", b"a stranger's secret", True, key, {}),
