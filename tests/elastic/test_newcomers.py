@@ -525,6 +525,8 @@ def calls_early(rank, count, doors):
         with pytest.raises(ps.ConfigError) as caught:
             ps.barrier()
         said = str(caught.value)
+        with pytest.raises(ps.ConfigError, match=r"rank 2 is a newcomer, and samples are dealt to the 2 ranks"):
+            ps.sampler(range(8))
     training = Training(doors if rank == 0 else None)
     training.until(3)
     return said

@@ -38,7 +38,7 @@ def sampler(
 
     Raises:
         ConfigError: Before `init`, or the dataset has no length: an iterable one deals its samples itself, by
-            `penstock.rank` and `penstock.world_size`.
+            `penstock.rank` and `penstock.world_size`. Or this is a newcomer of an elastic job.
 
     Example:
         >>> sampler = ps.sampler(dataset)
@@ -53,6 +53,12 @@ def sampler(
         raise ConfigError(
             f"penstock.sampler: a {type(dataset).__name__} has no length; let it yield this rank's samples only: "
             "itertools.islice(samples, penstock.rank(), None, penstock.world_size()), read before workers are forked"
+        )
+    if running.rank >= running.world_size:
+        raise ConfigError(
+            f"penstock.sampler: rank {running.rank} is a newcomer, and samples are dealt to the {running.world_size} "
+            "ranks that began; use penstock.ElasticSampler, on all ranks",
+            rank=running.rank,
         )
     return DistributedSampler(
         dataset,
