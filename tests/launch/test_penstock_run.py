@@ -384,6 +384,30 @@ def test_a_newcomer_that_takes_part_is_followed_by_another_one_as_any_worker():
     assert "newcomer 2 on localhost was killed by SIGKILL; 1 worker is left, and goes on" in err
 
 
+def test_newcomers_that_have_ended_leave_nothing_in_the_launcher():
+    write(
+        COMES + "if came_to is None:\n"
+        "    if rank == '0':\n        opens('first')\n        until('over')\n"
+        "    else:\n        until('opened-first')\n        dies()\n"
+        "else:\n    opens('another')\n    dies()\n"
+    )
+
+    def files():
+        return len([*Path(f"/proc/{process.pid}/fd").iterdir()])
+
+    process = start("--nproc-per-node", "2", "--min", "1", "--max", "5", "--max-restarts", "3", "train.py")
+    read_until(process, "2 workers, which meet at")
+    before = files()
+    read_until(process, "no more newcomers are started: --max-restarts is 3")
+    deadline_s = time.monotonic() + GONE_S
+    while (len(agents(process)), files()) != (1, before) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    left = len(agents(process)), files()
+    Path("over").touch()
+    process.communicate(timeout=LIMIT_S)
+    assert left == (1, before) and process.returncode == 0
+
+
 def test_after_three_newcomers_that_end_before_they_take_part_nobody_comes():
     write(
         COMES + "if came_to is not None:\n    sys.exit('no way')\n"

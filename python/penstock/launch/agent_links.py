@@ -61,11 +61,12 @@ class AgentLink:
         """What it says, its hello first, until it is gone."""
         assert self.process.stdout is not None
         greeted = False
-        while line := self.process.stdout.readline(LINE_MAX):
-            message = decode(line)
-            greeted = greeted or (message is not None and message.get("hello") == HELLO)
-            if greeted and message is not None:
-                yield message
+        with self.process.stdout as said:
+            while line := said.readline(LINE_MAX):
+                message = decode(line)
+                greeted = greeted or (message is not None and message.get("hello") == HELLO)
+                if greeted and message is not None:
+                    yield message
 
     def order(self, message: dict[str, Any]) -> None:
         """Write a message; an agent that is gone is noticed by its reader."""

@@ -423,6 +423,8 @@ class Supervisor:
 
     def _agent_gone(self, agent: AgentLink) -> None:
         if not agent.left and agent.said_hello and (self._ordered or self._ends):
+            if agent.door is not None:
+                self._forget(agent)
             return
         status = agent.process.wait()
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
@@ -446,6 +448,13 @@ class Supervisor:
             self._never_came(lost[0], str(failure))
         elif not self._go_on_without(lost, failure):
             raise failure
+
+    def _forget(self, agent: AgentLink) -> None:
+        """A newcomer's agent has done what it was there for; there may be as many as workers are lost."""
+        agent.dismiss()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # then it is waited for at the end
+            agent.process.wait(HEED_S)
+            self._agents.remove(agent)
 
     def _go_on_without(self, lost: Sequence[int], failure: JobFailed) -> bool:
         """Whether enough workers are left, or have ended well, to go on without these."""
