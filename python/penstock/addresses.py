@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
-__all__ = ["Chosen", "LocalAddress", "choose", "host_identity", "local_addresses", "route_to"]
+__all__ = ["Chosen", "LocalAddress", "choose", "host_identity", "is_loopback", "local_addresses", "route_to"]
 
 # RFC 5737 documentation address: never assigned, so it follows the default route. No packet is sent to it.
 _ANYWHERE = "192.0.2.1"
@@ -46,6 +46,16 @@ class Chosen:
     host: str
     interface: str
     reason: str
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. A name other than localhost counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def host_identity() -> str:

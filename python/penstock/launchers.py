@@ -8,7 +8,6 @@ which is `penstock.rendezvous`.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from penstock import config, grouping
+from penstock.addresses import is_loopback
 from penstock.config import Options
 from penstock.errors import ConfigError
 
@@ -54,12 +54,7 @@ class MeetingPoint:
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach it. A name other than localhost counts as reachable."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def __str__(self) -> str:
         if not self.host and not self.path:

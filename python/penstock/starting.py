@@ -75,7 +75,9 @@ def _start_as_newcomer(launch: Launch) -> Job:
     try:
         agreement, rates = visit.enter()
         launch = replace(launch, options=agreement.options)
-        chosen = addresses.choose_here(launch.options.interface, agreement.single_host, visit.host)
+        # Ranks of one host may listen to others, too (option interface): then this one may be on another.
+        is_here = agreement.single_host and addresses.is_loopback(visit.host)
+        chosen = addresses.choose_here(launch.options.interface, is_here, visit.host)
         engine = _bind(launch.options, agreement, chosen.host)
     finally:
         visit.close()  # it is opened again when this process takes part

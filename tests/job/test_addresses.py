@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import ConfigError, addresses
+from penstock import ConfigError, addresses, doorway, launchers, starting
 from penstock.addresses import LocalAddress, choose
+from penstock.config import Options
+from penstock.coordinator import Rates
+from penstock.rendezvous import Agreement
 
 LO = LocalAddress("lo", "127.0.0.1")
 ETH0 = LocalAddress("eth0", "10.0.0.5")
@@ -90,3 +93,34 @@ def test_this_machine():
     assert addresses.route_to("no-such-host.invalid") is None
     assert addresses.host_identity() == addresses.host_identity()
     assert addresses.choose_here(None, True, None).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("door", "host"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("10.0.0.9", "10.0.0.5")]
+)
+def test_a_newcomer_is_reached_from_where_it_has_found_a_door(door, host, monkeypatch):
+    """A job whose ranks are all on one host may be reached from others by its interface, and it does not say so."""
+
+    class Visit:
+        def __init__(self, options, sources, version):
+            self.host = door
+
+        def enter(self):
+            options = Options(rank=2, world_size=2, elastic=True)
+            return Agreement(b"j" * 16, b"s" * 32, True, 1, False, options, hosts=(0, 0)), Rates()
+
+        def close(self):
+            pass
+
+    def bind(options, agreement, host):
+        bound.append(host)
+        raise ConfigError("enough is seen")
+
+    bound = []
+    monkeypatch.setattr(doorway, "Entrance", Visit)
+    monkeypatch.setattr(addresses, "local_addresses", lambda: MACHINE)
+    monkeypatch.setattr(addresses, "route_to", lambda host: ETH0.host)
+    monkeypatch.setattr(starting, "_bind", bind)
+    with pytest.raises(ConfigError, match="enough is seen"):
+        starting.start(launchers.discover({"PENSTOCK_JOIN": f"{door}:41873"}), lambda job: Rates())
+    assert bound == [host]
