@@ -200,6 +200,36 @@ def test_states_lie_in_memory_as_those_of_the_others(tmp_path):
     assert {stride for stride, _ in values[2]} == {(9 * 32, 1, 3 * 32, 32)}
 
 
+def warmed_up(rank, count, doors):
+    """The second model is trained later than the first, and from then on before it in each step."""
+    torch.manual_seed(7)
+    models = [nn.Linear(12, 3), nn.Linear(12, 3)]
+    first, second = [ps.distribute(one, torch.optim.SGD(one.parameters(), lr=0.05)) for one in models]
+    progress = Progress()
+    newcomers = ps.Newcomers(progress=progress)
+    if rank == 0:
+        doors.put(newcomers.door)
+    last = STEPS_MAX
+    while progress.steps < last:
+        newcomers.let_in()
+        progress.steps += 1
+        x, y = batch(progress.steps, rank)
+        for model, optimizer in [first] if progress.steps <= 3 else [second, first]:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        last = next((entry.step for entry in ps.membership_log() if len(entry.members) == 3), STEPS_MAX) + AFTER
+    from penstock import job
+
+    return progress.steps, job.current().membership.steps
+
+
+def test_a_newcomer_counts_the_steps_that_the_others_count(tmp_path):
+    doors = CONTEXT.Queue()
+    values = run_well(2, warmed_up, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS)
+    assert values[0] == values[1] == values[2] == (values[0][0],) * 2
+
+
 def samples_of(rank, count, doors, loaders):
     dataset = list(range(160))
     model = nn.Linear(1, 1)

@@ -212,7 +212,9 @@ class Distributed:
         self._attach()
         if membership is not None:
             membership.takes(self)
-            if told is not None and not membership.counts:
+            if told is not None and told["counts"]:
+                self.moments.counting = self.gradients.id  # whichever makes a step first here
+            if told is not None and (told["counts"] or not membership.counts):
                 membership.count(membership.steps, self.gradients.id)
 
     def _check_that_ranks_have_it(self, optimizers: Sequence[Optimizer], arguments: Mapping[str, object]) -> None:
@@ -413,6 +415,7 @@ class Distributed:
             "minutes": minutes,
             "step": self.gradients.step,
             "backwards": self.gradients.closed,
+            "counts": self.moments.counting == self.gradients.id,
             "buffers": self.drift.first,
         }
         optimizers = [updates.optimizer.state_dict() for updates in self.updates]
