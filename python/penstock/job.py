@@ -132,12 +132,13 @@ def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout
         job = _process.job
         if job is None:
             launch = launchers.at_store(rank, world_size, operation_timeout_s=operation_timeout_s)
-            if launch.options.elastic:
-                raise ConfigError(
-                    "option elastic is for programs that call penstock.init, and not for groups of torch.distributed; "
-                    "unset PENSTOCK_ELASTIC",
-                    rank=rank,
-                )
+            for name, given in (("elastic", launch.options.elastic), ("join", launch.options.join is not None)):
+                if given:
+                    raise ConfigError(
+                        f"option {name} is for programs that call penstock.init, and not for groups of "
+                        f"torch.distributed; unset PENSTOCK_{name.upper()}",
+                        rank=rank,
+                    )
             return _run(start(launch, _measured, board))
         if (job.rank, job.world_size) != (rank, world_size):
             raise ConfigError(

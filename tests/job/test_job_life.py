@@ -101,6 +101,14 @@ def test_an_exception_of_the_job_that_is_handled_at_its_end_counts(engine):
     assert ["abort", "ValueError: bad batch"] in running.engine.calls
 
 
+@pytest.mark.parametrize(("name", "value"), [("ELASTIC", "1"), ("JOIN", "127.0.0.1:5")])
+def test_what_groups_of_torch_cannot_be_is_refused(engine, monkeypatch, name, value):
+    given = {f"PENSTOCK_{name}": value, "PENSTOCK_RENDEZVOUS_TIMEOUT_S": "0.3"}
+    monkeypatch.setattr(config, "current_environment", lambda: given)
+    with pytest.raises(ps.ConfigError, match=f"option {name.lower()} is for programs that call penstock.init"):
+        job.init_at_store(None, 1, 2)
+
+
 def test_a_single_process_uses_no_network(engine):
     ps.init()
     running = job.current()
