@@ -233,7 +233,7 @@ def membership_log() -> list[MembershipEpoch]:
 
     Returns:
         Of each epoch its members, by the ranks that they began with; the first step that counts with them, from 1; and
-        how many steps were whole before, of the model that was distributed first.
+        how many steps were whole before, of the model that has made one first.
 
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.

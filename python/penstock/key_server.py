@@ -96,7 +96,7 @@ class KeyServer:
         """Send the last answers and stop listening."""
         self._stopping = True
         self._wake.close()
-        self._thread.join()  # bounded by FLUSH_S
+        self._thread.join()  # bounded by FLUSH_S, and by how long what is asked of `get` and `put` takes
 
     def after_fork_in_child(self) -> None:
         """In a forked child: let go of all connections, which are the parent's. Nobody serves here."""

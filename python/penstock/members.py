@@ -50,7 +50,7 @@ class MembersChange(NamedTuple):
         members: Who takes part, by the ranks that they began with, ascending: `penstock.rank` is the place in it.
         lost: Who does no longer, since the last change.
         step: The first step that counts with them, the same on all: the next one. Steps are counted from 1, of the
-            model that was distributed first.
+            model that has made one first.
         whole_steps: In so many steps the lost ones were, with all slices of all gradients. Of those between some
             slices, or all, are averages without them.
         came: Newcomers, since the last change.
