@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -541,6 +542,29 @@ def test_who_has_a_rank_and_never_comes_holds_nobody_up(tmp_path):
     outcomes = run(2, one_that_never_comes, tmp_path, Relay(doors, 2), newcomers=2, doors=doors, **OPTIONS)
     assert [outcome.error for outcome in outcomes if outcome.exit_code == 0] == [None] * 3
     assert_same([outcome.value for outcome in outcomes if outcome.exit_code == 0])
+
+
+def ends_before(rank, count, doors):
+    """Members end when all of them hear the newcomer, and before they let it in."""
+    if rank < count:
+        training = Training(doors if rank == 0 else None)
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(first for _, _, first in training.newcomers._running.engine.announced()):
+            assert time.monotonic() < deadline, "nobody has come"
+            time.sleep(0.01)
+        return None
+    model = network()
+    begin = time.monotonic()
+    with pytest.raises(ps.PeerLost, match="rank 2, a newcomer, hears no member of the job any more"):
+        ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    return time.monotonic() - begin
+
+
+def test_a_newcomer_to_a_job_that_ends_before_it_comes_in_is_told_so(tmp_path):
+    doors = CONTEXT.Queue()
+    options = {**OPTIONS, "rendezvous_timeout_s": PATIENCE_S}
+    *_, took_s = run_well(2, ends_before, tmp_path, Relay(doors), newcomers=1, doors=doors, **options)
+    assert took_s < PATIENCE_S / 2
 
 
 def test_a_newcomer_makes_no_calls_before_it_takes_part(tmp_path):

@@ -271,6 +271,31 @@ mod tests {
     }
 
     #[test]
+    fn a_newcomer_that_hears_nobody_any_more_gives_up() {
+        let members = Members::all(2);
+        let mut hearing = Hearing::new(Rank(2), &members, TIMEOUT_NS, 0);
+        let mut agreement = Succession::newcomer(Rank(2), &members, None, Vec::new());
+        let look = |hearing: &mut Hearing, agreement: &mut Succession, now_ns| {
+            hearing.look(now_ns, std::iter::empty(), agreement);
+            agreement.given_up(now_ns, TIMEOUT_NS, "").map(|error| error.to_string())
+        };
+        // It is up to whoever waits how long it tries to reach them.
+        assert_eq!(look(&mut hearing, &mut agreement, 9 * TIMEOUT_NS), None);
+        let now_ns = 10 * TIMEOUT_NS;
+        assert!(hearing.connected(now_ns, Rank(0), &mut agreement));
+        assert!(hearing.connected(now_ns, Rank(1), &mut agreement));
+        assert_eq!(look(&mut hearing, &mut agreement, now_ns), None);
+        hearing.closed(11 * TIMEOUT_NS, Rank(0));
+        assert_eq!(look(&mut hearing, &mut agreement, 11 * TIMEOUT_NS + PATIENCE_NS), None);
+        assert_eq!(look(&mut hearing, &mut agreement, 12 * TIMEOUT_NS + PATIENCE_NS), None, "one is there");
+        hearing.closed(13 * TIMEOUT_NS, Rank(1));
+        assert_eq!(look(&mut hearing, &mut agreement, 13 * TIMEOUT_NS + PATIENCE_NS), None);
+        assert_eq!(look(&mut hearing, &mut agreement, 14 * TIMEOUT_NS), None, "for so long it may come back");
+        let why = look(&mut hearing, &mut agreement, 14 * TIMEOUT_NS + PATIENCE_NS).unwrap_or_default();
+        assert!(why.contains("rank 2, a newcomer, hears no member of the job any more"), "{why}");
+    }
+
+    #[test]
     fn silence_is_a_suspicion_until_something_comes() {
         let (mut hearing, mut agreement) = of_three();
         assert!(hearing.connected(0, Rank(2), &mut agreement));

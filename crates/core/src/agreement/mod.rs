@@ -95,9 +95,10 @@ pub struct Succession {
     /// Whose programs wait for newcomers, and for which: the same for all.
     ready: BTreeSet<Rank>,
     awaited: Vec<Rank>,
-    /// What this rank says of itself as long as it is a newcomer, and with whom it is connected.
+    /// What this rank says of itself as long as it is a newcomer, with whom it is connected, and whether it has been with anybody.
     presents: Option<Vec<u8>>,
     met: BTreeSet<Rank>,
+    has_met: bool,
     /// This epoch is to end: somebody is lost, leaves, or comes.
     ends: bool,
     /// Asked for a report, and the report.
@@ -144,6 +145,7 @@ impl Succession {
             awaited: Vec::new(),
             presents: None,
             met: BTreeSet::new(),
+            has_met: false,
             ends: false,
             asked: false,
             report: None,
@@ -222,8 +224,12 @@ impl Succession {
     }
 
     /// Why this member cannot go on, to be asked every now and then: too few are heard for as long as a peer may be silent, or those who
-    /// are heard do not come to an agreement. `why` says what has ended the epoch, if that is known.
+    /// are heard do not come to an agreement; or why a newcomer cannot come: nobody is heard any more. `why` says what has ended the epoch, if
+    /// that is known.
     pub fn given_up(&mut self, now_ns: u64, peer_timeout_ns: u64, why: &str) -> Option<Error> {
+        if self.is_newcomer() {
+            return self.nobody_is_left(now_ns, peer_timeout_ns);
+        }
         if !self.ends || self.is_out() {
             return None;
         }
@@ -248,6 +254,18 @@ impl Succession {
             return None;
         };
         Some(Error::PeerLost { rank: me, reason })
+    }
+
+    fn nobody_is_left(&mut self, now_ns: u64, peer_timeout_ns: u64) -> Option<Error> {
+        let alone = self.has_met && self.met.is_empty();
+        self.lacking_ns = alone.then(|| self.lacking_ns.unwrap_or(now_ns));
+        let since_ns = self.lacking_ns?;
+        let (rank, is_over) = (self.me, now_ns.saturating_sub(since_ns) >= peer_timeout_ns);
+        let reason = format!(
+            "rank {rank}, a newcomer, hears no member of the job any more: all have ended, or cannot be reached from here. If some are \
+             left start it again, with the door of one of them"
+        );
+        is_over.then_some(Error::PeerLost { rank, reason })
     }
 
     /// Whether this rank is no member any more, because the others have chosen to go on without it, or none yet.
@@ -321,6 +339,7 @@ impl Succession {
         self.suspects.remove(&peer);
         self.accused.remove(&peer);
         self.met.insert(peer);
+        self.has_met = true;
         if !self.ranks.contains(&peer) {
             self.guests.insert(peer);
         }
