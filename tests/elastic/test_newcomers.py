@@ -425,6 +425,17 @@ def test_a_newcomer_that_has_other_states_is_refused_and_the_others_go_on(tmp_pa
     assert [(other.value, other.error) for other in others] == [([2], None)] * 2
 
 
+def of_two_kinds(rank, count):
+    return ps.Newcomers(**{name: Progress() for name in (["a", "b"] if rank == 1 else ["b"])})
+
+
+def test_members_that_give_others_are_told_at_once(tmp_path):
+    """A newcomer would get what the first has, and after its loss what the next one has."""
+    for outcome in run(3, of_two_kinds, tmp_path, **OPTIONS):
+        assert isinstance(outcome.error, ps.ConfigError), outcome.error
+        assert "rank 1 was given a, b, and rank 0 b; give the same on all ranks" in str(outcome.error)
+
+
 def one_model_more(rank, count, doors):
     training = None
     if rank == count:

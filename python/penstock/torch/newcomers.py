@@ -167,7 +167,7 @@ class Newcomers:
     ranks alike, and call `let_in` where a step begins: there newcomers take part from that step on. In a newcomer
     itself `penstock.distribute` waits until it is let in, and this gets the states; then it goes on with the next step.
 
-    In a job that is not elastic nobody comes, and `let_in` does nothing.
+    In a job that is not elastic nobody comes, and `let_in` does nothing. To make one is collective, but at a newcomer.
 
     Args:
         **states: By name what else is to be the same on all ranks: an `ElasticSampler`, schedulers, a `Checkpoints`, a
@@ -178,9 +178,10 @@ class Newcomers:
         door: ``host:port`` for newcomers who come to this rank; None where nobody can come.
 
     Raises:
-        ConfigError: Before `penstock.init`; there is one in this job already; something has no such state; or this
-            process is a newcomer and has not called `penstock.distribute`.
+        ConfigError: Before `penstock.init`; there is one in this job already; something has no such state; ranks give
+            others; or this process is a newcomer and has not called `penstock.distribute`.
         PeerLost: This process is a newcomer, and nobody is left who could tell it the states.
+        Timeout: A rank did not make one.
 
     Example:
         >>> model, optimizer = ps.distribute(model, optimizer)
@@ -217,11 +218,25 @@ class Newcomers:
             for part in membership.each_part():
                 part.has_been_told()
             membership.arriving = False
+        else:
+            self._compare()
         membership.takes(self)
         for part in membership.each_part():  # rather now than when somebody comes
             part.check()
         membership.lets_in = True
         self.door = open_door(running)
+
+    def _compare(self) -> None:
+        """That all members give the same: any of them may come to tell it. Collective."""
+        rows = self._running.gathering.all_gather(_CALLER, json.dumps(sorted(self._states)).encode())
+        (first, usual), *others = [(rank, json.loads(row)) for rank, row in enumerate(rows) if row is not None]
+        for rank, names in others:
+            if names != usual:
+                here, there = (", ".join(some) or "nothing" for some in (names, usual))
+                raise ConfigError(
+                    f"{_CALLER}: rank {rank} was given {here}, and rank {first} {there}; give the same on all ranks",
+                    rank=rank,
+                )
 
     def _be_told(self) -> None:
         telling = Telling(self._running, _CALLER, None)
