@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import resource
 import selectors
 import socket
@@ -26,6 +27,8 @@ from collections.abc import Callable
 from penstock.boards import MESSAGE_BYTES_MAX
 
 __all__ = ["GET", "SET", "KeyClient", "KeyServer"]
+
+_log = logging.getLogger("penstock")
 
 MAGIC = b"PSM1"
 REQUEST = struct.Struct("<4sBHI")
@@ -177,6 +180,9 @@ class KeyServer:
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, ValueError):  # gone, or not of ours
+            return self._drop(visitor)
+        except Exception:  # noqa: BLE001 - a fault of who answers, which must not be the end of all answers
+            _log.exception("%s: a request was not answered", self._thread.name)
             return self._drop(visitor)
         # While an answer waits, nothing more is read: nobody makes this process keep much.
         wanted = selectors.EVENT_WRITE if visitor.outbox else selectors.EVENT_READ

@@ -202,6 +202,25 @@ def test_what_is_no_door_is_named(said):
         server.close()
 
 
+def test_a_request_that_is_not_answered_by_a_fault_is_the_last_of_nobody(caplog):
+    def get(key):
+        return {"known": b"value"}[key]
+
+    server = key_server.KeyServer(socket.create_server(("127.0.0.1", 0)), 4, get, lambda key, value: None, "forgetful")
+    client, stays = (KeyClient("127.0.0.1", server.port) for _ in range(2))
+    try:
+        assert stays.ask(GET, "known", b"", time.monotonic() + PATIENCE_S) == b"value"
+        with pytest.raises(ConnectionError):
+            client.ask(GET, "unknown", b"", time.monotonic() + PATIENCE_S)
+        assert stays.ask(GET, "known", b"", time.monotonic() + PATIENCE_S) == b"value"
+        assert client.ask(GET, "known", b"", time.monotonic() + PATIENCE_S) == b"value"
+    finally:
+        client.close()
+        stays.close()
+        server.close()
+    assert [record.message for record in caplog.records] == ["forgetful: a request was not answered"]
+
+
 def test_a_door_that_is_silent_is_left_at_the_limit():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         sources = {"join": "argument"}
