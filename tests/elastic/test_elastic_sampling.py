@@ -104,6 +104,29 @@ def test_a_program_that_updates_by_itself_hears_of_it_at_the_same_step(tmp_path)
     assert change.members == (0, 1) and change.step == heard + 1 and 5 <= heard <= 6
 
 
+def updated_without_waiting(rank, size):
+    """Each parameter's gradient is waited for where it is read, and nothing calls `ps.synchronize`."""
+    model = nn.Linear(4, 1)
+    ps.distribute(model)
+    sampler = ps.ElasticSampler(range(8), 1, shuffle=False)
+    counted = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for _ in sampler:
+            model(torch.ones(2, 4)).sum().backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.01 * param.grad
+            model.zero_grad()
+            counted.append(sampler._membership.steps)
+    return counted
+
+
+def test_steps_of_a_program_that_updates_by_itself_are_counted_whether_or_not_it_waits_for_all(tmp_path):
+    """Else samples of the second pass would count as dealt in steps that are over."""
+    assert run_well(2, updated_without_waiting, tmp_path, **OPTIONS) == [[1, 2, 3, 4, 5, 6, 7, 8]] * 2
+
+
 def dealt(rank, size):
     sampler = ps.ElasticSampler(range(10), 2, shuffle=False)
     first = list(sampler)

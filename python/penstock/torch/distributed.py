@@ -202,7 +202,7 @@ class Distributed:
         if asynchronous or membership is not None:
             self.schemes.choice.rest()
         if not self.updates:  # each backward is a step
-            self.gradients.begin_step = self.drift.before_step
+            self.gradients.begin_step = self._begin_backward
             self.gradients.end_step = self._end_backward
         self.uneven = False  # ranks that have no batch left go along
         self._step_is_new = False  # no forward since the last step
@@ -373,8 +373,16 @@ class Distributed:
         self._look_for_members()
         self._copy_buffers()
 
+    def _begin_backward(self, step: int) -> None:
+        """Without an optimizer a step begins."""
+        if self.membership is not None and self._is_counted:
+            self.membership.begin_step(self.gradients.closed + 1)
+        self.drift.before_step(step)
+
     def _end_backward(self) -> None:
-        """Without an optimizer a step has ended."""
+        """Without an optimizer a step has ended. Who has come or is lost is taken up in `synchronize`, or `let_in`."""
+        if self.membership is not None and self._is_counted:
+            self.membership.count(self.gradients.closed, self.gradients.id)
         if not self.observed and not self.adopts and (self.watch is None or not self.watch.is_in_forward):
             self.end_observation()
         self._copy_buffers()
@@ -388,9 +396,14 @@ class Distributed:
             self.buffers.start(self.gradients.step - 1)
         self._step_is_new = True
 
+    @property
+    def _is_counted(self) -> bool:
+        """Whether steps of this model are those that the job counts, as far as that is known."""
+        return self.moments.counting in (None, self.gradients.id)
+
     def _look_for_members(self) -> None:
         """A step is over: if it is one of those that are counted, who takes part from now on is taken up."""
-        if self.membership is not None and self.moments.counting in (None, self.gradients.id):
+        if self.membership is not None and self._is_counted:
             # Rounds, of which several optimizers of the model have one together.
             self.membership.look(self.gradients.closed, self.gradients.id)
 
