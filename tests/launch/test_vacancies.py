@@ -62,6 +62,28 @@ def test_after_some_that_ended_before_they_took_part_nobody_comes():
     assert vacancies.why_nobody({0, 1}) is None, "said once"
 
 
+def test_who_has_come_to_a_door_in_vain_is_followed_by_one_that_comes_to_another():
+    """The worker there may be left out by the others, and take its time to end."""
+    vacancies = opened()
+    vacancies.lost(SEATS[2])
+    doors = []
+    for _ in range(IN_VAIN_MAX):
+        seat, door = vacancies.next({0, 1})
+        doors.append(door)
+        vacancies.failed(seat.key)
+    assert doors == ["127.0.0.1:5000", "127.0.0.1:5001", "127.0.0.1:5000"]
+    vacancies = opened()
+    for lost in (SEATS[2], SEATS[2]):
+        vacancies.lost(lost)
+    first, _ = vacancies.next({0, 1})
+    vacancies.failed(first.key)
+    second, door = vacancies.next({0, 1})
+    assert door == "127.0.0.1:5001"
+    assert vacancies.opened(second.key, DOOR)
+    assert vacancies.next({0, 1, second.key})[1] == "127.0.0.1:5001"
+    assert vacancies.next({0}) is None, "that is the last place"
+
+
 def test_as_many_come_as_are_allowed():
     vacancies = opened(1)
     vacancies.lost(SEATS[2])

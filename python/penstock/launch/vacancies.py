@@ -1,11 +1,14 @@
 """Places of lost workers, and who comes in them: decided purely, by what the supervisor hears.
 
 A newcomer comes to the door of a worker that runs, and takes part once it has told of a door of its own: a program
-opens one when it has what the others have (`penstock.Newcomers`). It omits how a host is reached, and which.
+opens one when it has what the others have (`penstock.Newcomers`). One that runs may be left out by the others, and not
+have ended yet: who has come there in vain is followed by one that comes to another door. It omits how a host is
+reached, and which.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -31,6 +34,8 @@ class Vacancies:
         self.coming: dict[int, Seat] = {}
         self._newcomers_max = newcomers_max
         self._doors: dict[int, str] = {}
+        self._came_to: dict[int, int] = {}  # by key of a newcomer that of the worker with its door
+        self._in_vain_at: Counter[int] = Counter()
         self._vacant: list[Seat] = []
         self._begun = self._in_vain = 0
         self._closed = False
@@ -49,12 +54,14 @@ class Vacancies:
         self._doors[key] = door
         if self.coming.pop(key, None) is None:
             return False
+        del self._in_vain_at[self._came_to.pop(key)]
         self._in_vain = 0
         return True
 
     def failed(self, key: int) -> None:
         """A newcomer has ended before it took part, or could not be started."""
         self._vacant.append(self.coming.pop(key))
+        self._in_vain_at[self._came_to.pop(key)] += 1
         self._in_vain += 1
 
     def next(self, running: Collection[int]) -> tuple[Seat, str] | None:
@@ -66,13 +73,13 @@ class Vacancies:
         Returns:
             Its seat, and the door to come to; None: there is nothing to be done at present.
         """
-        door = self._door(running)
-        if not self._vacant or door is None or self._closed or self._obstacle(running) is not None:
+        worker = self._with_door(running)
+        if not self._vacant or worker is None or self._closed or self._obstacle(running) is not None:
             return None
         self._begun += 1
         seat = replace(self._vacant.pop(0), newcomer=self._begun)
-        self.coming[seat.key] = seat
-        return seat, door
+        self.coming[seat.key], self._came_to[seat.key] = seat, worker
+        return seat, self._doors[worker]
 
     def why_nobody(self, running: Collection[int]) -> str | None:
         """Why nobody comes in a place that is vacant. Each reason is given once."""
@@ -82,15 +89,17 @@ class Vacancies:
         self._said.add(why)
         return why
 
-    def _door(self, running: Collection[int]) -> str | None:
-        return next((self._doors[key] for key in sorted(running) if key in self._doors), None)
+    def _with_door(self, running: Collection[int]) -> int | None:
+        """The worker to whose door a newcomer is to come."""
+        found = (key for key in running if key in self._doors)
+        return min(found, key=lambda key: (self._in_vain_at[key], key), default=None)
 
     def _obstacle(self, running: Collection[int]) -> str | None:
         if self._in_vain >= IN_VAIN_MAX:
             return f"{IN_VAIN_MAX} newcomers in a row have ended before they took part: no more are started"
         if self._newcomers_max is not None and self._begun >= self._newcomers_max:
             return f"no more newcomers are started: --max-restarts is {self._newcomers_max}"
-        if self._door(running) is None:
+        if self._with_door(running) is None:
             return (
                 "nobody can come in the place of a lost worker: none of those that are left has opened a door so far, "
                 "as programs do that make penstock.Newcomers"
