@@ -10,14 +10,18 @@ import contextlib
 import json
 import os
 import stat
+from collections.abc import Sequence
 from io import FileIO
+from typing import Any
 
 from penstock import config
 
-__all__ = ["LINE_MAX", "offer", "tell"]
+__all__ = ["LINE_MAX", "offer", "tell", "understood"]
 
 LINE_MAX = 4096
 """Bytes of a line. So many the kernel takes at once, whoever else writes there."""
+_LOST_MAX = 256
+"""Ranks in a line."""
 
 
 def offer() -> tuple[FileIO, int, dict[str, str]]:
@@ -31,8 +35,35 @@ def offer() -> tuple[FileIO, int, dict[str, str]]:
     return FileIO(reads, "rb"), writes, {config.LAUNCHER_PIPE: f"{writes}:{os.fstat(writes).st_ino}"}
 
 
-def tell(**facts: str) -> None:
-    """Tell the launcher, if it has started this process and listens."""
+def tell(member: int, *, door: str | None = None, lost: Sequence[int] = ()) -> None:
+    """Tell the launcher, if it has started this process and listens.
+
+    Args:
+        member: This process, by the rank that it began with in its job.
+        door: Where newcomers come in.
+        lost: Members that this one goes on without, likewise by their ranks.
+    """
+    for first in range(0, max(1, len(lost)), _LOST_MAX):
+        facts = {"member": member, "door": door, "lost": [*lost[first : first + _LOST_MAX]]}
+        _write({name: fact for name, fact in facts.items() if fact not in (None, [])})
+
+
+def understood(line: bytes) -> dict[str, Any]:
+    """What a line tells, as `tell` has written it; nothing if it is another one's."""
+    try:
+        facts = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(facts, dict) or type(facts.get("member")) is not int:
+        return {}
+    door, lost = facts.get("door"), facts.get("lost")
+    found: dict[str, Any] = {"door": door} if isinstance(door, str) else {}
+    if isinstance(lost, list) and all(type(one) is int for one in lost):
+        found["lost"] = lost
+    return {"member": facts["member"], **found} if found else {}
+
+
+def _write(facts: dict[str, Any]) -> None:
     number, _, inode = config.current_environment().get(config.LAUNCHER_PIPE, "").partition(":")
     line = json.dumps(facts).encode() + b"\n"
     assert len(line) <= LINE_MAX

@@ -89,7 +89,7 @@ def _start_as_newcomer(launch: Launch) -> Job:
     job.rates = rates
     if job.options.line_rate_mbit != 0.0:
         engine.set_rates(_of_each(job))  # slices are cut by them
-    job.membership = Membership(engine, job.rank, arriving=True)
+    job.membership = _membership(engine, job.rank, arriving=True)
     _begin_trace(job)
     return job
 
@@ -184,8 +184,15 @@ def _go_on_after_losses(job: Job, hosts: list[str]) -> None:
     ranks, limit_s = job.options.ranks, job.options.operation_timeout_s
     job.calls = ElasticCalls(job.engine, job.rank, ranks, range(ranks), limit_s)
     job.engine.go_on_after_losses(councils, job.options.ranks_min)
-    job.membership = Membership(job.engine, job.rank)
+    job.membership = _membership(job.engine, job.rank)
     job.membership.takes(job.calls)
+
+
+def _membership(engine: Engine, rank: int, *, arriving: bool = False) -> Membership:
+    """Of an elastic job. A launcher hears without whom it goes on: those may never end by themselves."""
+    membership = Membership(engine, rank, arriving=arriving)
+    membership.call(lambda change: launcher_pipe.tell(rank, lost=change.lost) if change.lost else None)
+    return membership
 
 
 def _check_elastic(options: Options) -> None:
@@ -335,7 +342,8 @@ def open_door(running: Job) -> str:
         assert running.agreement is not None  # of several ranks
         running.door = Doorway(running.engine, running.host, running.agreement, running.rates, installed_version())
         _log.info("rank %d: newcomers come in at join=%s", running.rank, running.door.address)
-        launcher_pipe.tell(door=running.door.address)
+        assert running.membership is not None
+        launcher_pipe.tell(running.membership.own, door=running.door.address)
     return running.door.address
 
 

@@ -1,5 +1,6 @@
 """`penstock run --min`: a program goes on without a worker that is killed; with `--max` another one comes for it."""
 
+import os
 import re
 import subprocess
 
@@ -7,7 +8,7 @@ import programs
 import pytest
 
 PROGRAM = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 import torch
 from torch import nn
 import penstock as ps
@@ -19,6 +20,8 @@ model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0
 first = ps.rank()
 for step in range(30):
     if (first, step) == (int(sys.argv[1]), 5):
+        if sys.argv[2] == "hangs":
+            time.sleep(600)
         os.kill(os.getpid(), getattr(signal, sys.argv[2]))
     model(torch.randn(8, 20)).square().mean().backward()
     optimizer.step()
@@ -52,6 +55,18 @@ def test_a_worker_that_is_stopped_for_good_is_not_waited_for(tmp_path):
     assert process.returncode == 0, err
     assert {line.split("] ")[1].split(":")[0] for line in out.splitlines()} == {"from 0 to 0 of 2", "from 2 to 1 of 2"}
     assert "rank 1 on localhost is stopped by a signal, and the others have ended: it is ended, too" in err
+
+
+@pytest.mark.long
+def test_a_worker_whose_program_hangs_is_not_waited_for(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    arguments = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "train.py", "1", "hangs")
+    environment = {**os.environ, "PENSTOCK_OPERATION_TIMEOUT_S": "3"}
+    done = programs.run(*arguments, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = {line.split("] ")[1].split(":")[0] for line in done.stdout.splitlines()}
+    assert said == {"from 0 to 0 of 2", "from 2 to 1 of 2"}
+    assert "the others go on without rank 1 on localhost" in done.stderr
 
 
 COMES = """

@@ -264,6 +264,29 @@ def test_a_worker_that_goes_on_in_time_is_waited_for():
     assert "is ended" not in err
 
 
+GOES_ON_WITHOUT = """
+import os, pathlib, time
+from penstock import launcher_pipe
+rank = int(os.environ["RANK"])
+if rank == 1:
+    time.sleep(600)
+launcher_pipe.tell(rank, lost=[1])
+while not pathlib.Path("over").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_worker_that_hangs_and_was_given_up_is_ended_while_the_others_go_on():
+    write(GOES_ON_WITHOUT)
+    process = start("--grace-s", "0.2", "--nproc-per-node", "3", "--min", "2", "train.py")
+    said = read_until(process, "2 workers are left, and go on")
+    assert "the others go on without rank 1 on localhost, and it has not ended: it is ended" in said
+    assert "rank 1 on localhost was killed by SIGKILL" in said
+    Path("over").touch()
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+
+
 def test_too_few_that_are_left_are_ended():
     write(ENDS_BY_TURNS + "time.sleep(60)")
     status, _, err = run("--nproc-per-node", "3", "--min", "2", "train.py", "2")
@@ -304,7 +327,7 @@ def until(*names):
         time.sleep(0.01)
 
 def opens(door):
-    launcher_pipe.tell(door=door)
+    launcher_pipe.tell(int(os.environ["RANK"]), door=door)
     said(f"opened-{door}")
 
 def dies():

@@ -113,7 +113,7 @@ def test_nobody_comes_to_a_job_that_ends():
 
 # The pipe.
 
-TELLS = "import os, penstock.launcher_pipe as pipe; pipe.tell(door='a:1'); "
+TELLS = "import os, penstock.launcher_pipe as pipe; pipe.tell(3, door='a:1'); "
 
 
 def heard(program, *, inherits=True, **environment):
@@ -125,16 +125,18 @@ def heard(program, *, inherits=True, **environment):
             subprocess.run(command, check=True, env=environment, pass_fds=(inherited,) if inherits else ())
         finally:
             os.close(inherited)
-        return [decode(line) for line in pipe]
+        return [launcher_pipe.understood(line) for line in pipe]
 
 
 def test_the_launcher_hears_what_a_worker_tells():
-    assert heard(f"{TELLS} pipe.tell(door='b:2')") == [{"door": "a:1"}, {"door": "b:2"}]
+    told = heard(f"{TELLS} pipe.tell(3, lost=(1, 2)); pipe.tell(3, lost=range(600))")
+    assert told[:2] == [{"member": 3, "door": "a:1"}, {"member": 3, "lost": [1, 2]}]
+    assert [rank for one in told[2:] for rank in one["lost"]] == [*range(600)]
 
 
 def test_who_has_not_inherited_the_pipe_tells_nobody():
     again = f"{TELLS} import subprocess, sys; subprocess.run([sys.executable, '-c', {TELLS!r}], check=True)"
-    assert heard(again) == [{"door": "a:1"}]
+    assert heard(again) == [{"member": 3, "door": "a:1"}]
     assert heard(TELLS, inherits=False) == []
 
 
@@ -161,6 +163,18 @@ def test_a_pipe_that_nobody_reads_any_more_is_no_error():
         subprocess.run([sys.executable, "-c", TELLS], check=True, env={**os.environ, **variable}, pass_fds=(inherited,))
     finally:
         os.close(inherited)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"x", b"1", b"[]", b"[" * 4000, b"\xff", b'{"door": "a"', b'{"door": "a"}', b'{"member": 1}'),
+        *(b'{"member": "1", "door": "a"}', b'{"member": true, "door": "a"}', b'{"member": 1, "door": 2}'),
+        *(b'{"member": 1, "lost": 2}', b'{"member": 1, "lost": [2, "3"]}', b'{"member": 1, "lost": [true]}'),
+    ],
+)
+def test_lines_that_tell_nothing_are_not_taken_for_something(line):
+    assert launcher_pipe.understood(line) == {}
 
 
 def test_lines_that_are_no_messages_are_none():

@@ -4,11 +4,13 @@ A launcher writes orders to its standard input and reads reports from its standa
 input ends, and the agent ends its processes; when the agent is gone the kernel ends them. Each has a process group of
 its own, which ends with it.
 
-Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "environment"}]}``, then ``{"signal": N}``.
-A variable of the environment that is null is one that the process shall not have.
+Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "environment"}]}``, then ``{"signal": N}``,
+with a ``rank`` if it is for one of them. A variable of the environment that is null is one that the process shall not
+have.
 Output: `HELLO` with free ports, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
-output, ``{"rank", "door"}`` when it has said where newcomers come in, ``{"stopped"}`` and ``{"continued"}`` as a signal
-has stopped one or let it go on, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
+output, ``{"rank", "member", "door"}`` when it has told where newcomers come in and ``{"rank", "member", "lost"}`` when
+it goes on without some, ``{"stopped"}`` and ``{"continued"}`` as a signal has stopped one or let it go on,
+``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class WorkerProcess:
     def __init__(
         self, rank: int, command: list[str], environment: dict[str, str | None], cwd: str, reports: Reports
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._reports = reports
         self._told, inherited, variable = launcher_pipe.offer()
         told: dict[str, str | None] = {**config.current_environment(), **environment, **variable}
@@ -115,14 +117,14 @@ class WorkerProcess:
             self._say(stream, rest)
 
     def _say(self, stream: int, line: bytes) -> None:
-        self._reports.send(rank=self._rank, stream=stream, text=line.decode("utf-8", "backslashreplace"))
+        self._reports.send(rank=self.rank, stream=stream, text=line.decode("utf-8", "backslashreplace"))
 
     def _hear(self) -> None:
         with self._told as pipe:
             while line := pipe.readline(launcher_pipe.LINE_MAX):
-                door = (decode(line) or {}).get("door")
-                if isinstance(door, str):
-                    self._reports.send(rank=self._rank, door=door)
+                told = launcher_pipe.understood(line)
+                if told:
+                    self._reports.send(rank=self.rank, **told)
 
     def _wait(self, readers: list[threading.Thread]) -> None:
         self._report_stops()
@@ -132,7 +134,7 @@ class WorkerProcess:
         deadline_s = time.monotonic() + DRAIN_S
         for reader in readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
-        self._reports.send(ended=self._rank, status=status)
+        self._reports.send(ended=self.rank, status=status)
 
     def _report_stops(self) -> None:
         """Until it has ended. It is not reaped yet, so that its number, which is its group's, cannot be another's."""
@@ -143,7 +145,7 @@ class WorkerProcess:
                 return
             change = os.waitid(os.P_PID, pid, _STOPS | os.WNOHANG)  # taken, so that the next one is waited for
             if change is not None:
-                self._reports.send(**{"stopped" if change.si_code == os.CLD_STOPPED else "continued": self._rank})
+                self._reports.send(**{"stopped" if change.si_code == os.CLD_STOPPED else "continued": self.rank})
 
 
 def _end_with_parent() -> None:
@@ -182,7 +184,8 @@ def main() -> int:
     while line := sys.stdin.buffer.readline(LINE_MAX):
         message = decode(line) or {}
         for worker in workers:
-            worker.signal(int(message.get("signal", 0)))
+            if message.get("rank", worker.rank) == worker.rank:
+                worker.signal(int(message.get("signal", 0)))
     _end(workers, waiters)
     return 0
 

@@ -27,6 +27,7 @@ from typing import Any
 from penstock.config import PREFIX
 from penstock.errors import PenstockError
 from penstock.launch.agent_links import AgentLink, command_for
+from penstock.launch.given_up import GivenUp
 from penstock.launch.output import Output
 from penstock.launch.placement import THIS_MACHINE, Host, Seat, shown, variables
 from penstock.launch.vacancies import Vacancies
@@ -138,6 +139,7 @@ class Supervisor:
         self._vacancies = Vacancies(plan.newcomers_max)
         if not plan.replaces:
             self._vacancies.close()
+        self._given_up = GivenUp(plan.grace_s)
         self._ends = False
         """All are to end: nobody goes on."""
         self._unread: set[int] = set()
@@ -309,6 +311,7 @@ class Supervisor:
         while self._workers_run():
             self._handle(math.inf)
             self._fill_places()
+            self._end_given_up()
             if not self._workers_run():
                 # That one takes part may be on its way still: it has made the last step with the others.
                 self._waited(lambda: self._workers_run() or not self._running(), GONE_S)
@@ -318,6 +321,16 @@ class Supervisor:
         if late:
             self._tell(f"all workers have ended, so {late} cannot come any more")
         return not self._workers_run()
+
+    def _end_given_up(self) -> None:
+        """End workers that the others go on without, and that do not end by themselves."""
+        running = {key for key in self._taking_part() if not self._seat_of[key].is_server}
+        for key in self._given_up.due(running, time.monotonic()):
+            name = f"{self._seat_of[key].name} on {self._host_of[key].name}"
+            self._tell(f"the others go on without {name}, and it has not ended: it is ended")
+            for agent in self._agents:
+                if key in agent.left:
+                    agent.order({"signal": signal.SIGKILL, "rank": key})
 
     # What agents report.
 
@@ -373,8 +386,11 @@ class Supervisor:
                 [seat] = agent.seats
                 place = f"the place of rank {seat.rank}, on {agent.host.name} (pid {message['pid']})"
                 self._tell(f"{seat.name} is started in {place}")
+        elif "lost" in message:
+            self._given_up.told(message["rank"], message["member"], message["lost"])
         elif "door" in message:
             key = message["rank"]
+            self._given_up.told(key, message["member"])
             if self._vacancies.opened(key, message["door"]) and not self._ends:
                 self._tell(f"{self._seat_of[key].name} takes part, one of {len(self._taking_part())}")
         elif "failed" in message:
