@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/dev.lock
 
-LONG := test-long test-failures test-delays explore fuzz
+LONG := test-long test-failures test-churn test-delays explore fuzz
 
 ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed
@@ -18,7 +18,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo check test test-rust test-python test-gpu long test-long test-failures test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers lint format lock clean
+.PHONY: help venv build demo check test test-rust test-python test-gpu long test-long test-failures test-churn test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ test-long: build ## The combinations that `make test` leaves out
 
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)
+
+test-churn: build ## Kill, stop and cut off ranks of elastic jobs in 20 seeded runs, and let others come; a table of it all; needs root
+	PYTHONPATH=tests/elastic:. $(BIN)/python tests/elastic/many_churns.py $(ARGS)
 
 SEEDS ?= 60
 test-delays: ## Run the Rust tests of threads and sockets with threads delayed at random, SEEDS runs of each

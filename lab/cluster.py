@@ -3,6 +3,7 @@
     with Cluster(4, 1000) as cluster:
         process = cluster.hosts[0].start(["iperf3", "-c", cluster.hosts[1].address])
         cluster.set_rate(3, 250)
+        cluster.cut([3])
 
 Hosts hang on a bridge that sits in a namespace of its own; those of several sites on one for each, and the bridges of
 sites on that of the first. Two hosts are joined directly: measured without limits, that
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -36,6 +37,7 @@ from typing import Any
 
 INTERFACE = "eth0"
 BRIDGE = "bridge"  # and the number of its site
+APART = "apart"  # the bridge of hosts that are cut off
 HOSTS_MAX = 250  # the addresses of one /24
 NAMESPACES = Path("/run/netns")
 # `ip netns exec` shows each file of /etc/netns/NAMESPACE/ to the process as the file of that name in /etc.
@@ -234,6 +236,21 @@ class Cluster:
         self._rates_mbit[index] = _checked(mbit)
         self._limit([self.hosts[index]] if self._bridged else self.hosts)
 
+    def cut(self, hosts: Collection[int]) -> None:
+        """Cut the network in two: these hosts reach each other, and all others each other. None: it is whole again.
+
+        As a switch that fails does it: links stay up, and nobody is told.
+        """
+        if not self._open:
+            raise ValueError("the cluster is closed")
+        if not self._bridged:
+            raise ValueError("two hosts of one site have no switch between them: give the cluster a third one")
+        ports = [
+            f"link set {_port(host)} master {APART if host.index in hosts else f'{BRIDGE}{site}'}"
+            for host, site in zip(self.hosts, self._site, strict=True)
+        ]
+        _ip(self._switch, ports)
+
     def close(self) -> None:
         """Undo everything. Again: does nothing."""
         if not self._open or os.getpid() != self._owner:  # a fork owns nothing
@@ -267,11 +284,11 @@ class Cluster:
         # addresses no host speaks IPv6 by itself, so that the counters count only what programs send.
         if self._bridged:
             wiring = []
-            for site in range(self._site[-1] + 1):
+            for bridge in (*(f"{BRIDGE}{site}" for site in range(self._site[-1] + 1)), APART):
                 wiring += [
-                    f"link add {BRIDGE}{site} type bridge stp_state 0 mcast_snooping 0",
-                    f"link set {BRIDGE}{site} addrgenmode none",
-                    f"link set {BRIDGE}{site} up",
+                    f"link add {bridge} type bridge stp_state 0 mcast_snooping 0",
+                    f"link set {bridge} addrgenmode none",
+                    f"link set {bridge} up",
                 ]
             for site, (near, far) in enumerate(self._between, 1):
                 wiring += [

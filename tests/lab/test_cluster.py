@@ -285,6 +285,54 @@ def test_nothing_outside_changes(possible):
     assert before[1] == []
 
 
+CALL = """
+import json, socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3])).close()
+    print(json.dumps(True))
+except OSError:
+    print(json.dumps(False))
+"""
+LISTEN = """
+import socket, time
+server = socket.create_server(("", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
+def test_hosts_that_are_cut_off_reach_each_other_and_nobody_else(possible):
+    with Cluster(4) as cluster:
+        ports = []
+        for host in cluster.hosts:
+            with host.start([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True).stdout as said:
+                ports.append(int(said.readline()))
+
+        def reached(limit_s):
+            pairs = itertools.permutations(range(4), 2)
+            called = {
+                pair: cluster.hosts[pair[0]].start(
+                    [sys.executable, "-c", CALL, cluster.hosts[pair[1]].address, str(ports[pair[1]]), str(limit_s)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for pair in pairs
+            }
+            return {pair for pair, process in called.items() if json.loads(process.communicate(timeout=GONE_S)[0])}
+
+        everybody = set(itertools.permutations(range(4), 2))
+        assert reached(SETTLE_S) == everybody
+        cluster.cut([1, 3])
+        assert reached(2.0) == {(0, 2), (2, 0), (1, 3), (3, 1)}
+        cluster.cut([])
+        assert reached(SETTLE_S) == everybody
+
+
+def test_two_hosts_without_a_switch_cannot_be_cut(possible):
+    with Cluster(2) as cluster, pytest.raises(ValueError, match="a third one"):
+        cluster.cut([1])
+
+
 def test_an_error_tears_down_with_stubborn_processes(possible, monkeypatch):
     monkeypatch.setattr(module, "END_S", 0.3)
     script = "trap '' TERM; (trap '' TERM; while :; do sleep 600; done) & echo $!; while :; do sleep 600; done"
