@@ -5,6 +5,7 @@ torchruns    options that torchrun has, and what they come to
 placement    who runs where; decided purely
 supervisor   starts an agent on each host, and decides when the job is over
 vacancies    who comes in the place of lost workers; decided purely
+given_up     whom the others go on without, though it runs; decided purely
 output       lines of all of them, labelled, printed and kept
 agent_links  an agent, as the launcher sees it
 agent        the processes of one host
