@@ -72,7 +72,7 @@ test-long: build ## The combinations that `make test` leaves out
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)
 
-test-churn: build ## Kill, stop and cut off ranks of elastic jobs in 20 seeded runs, and let others come; a table of it all; needs root
+test-churn: build ## Kill, stop and cut off ranks of elastic jobs in 6 seeded runs, and let others come; a table of it all; needs root
 	PYTHONPATH=tests/elastic:. $(BIN)/python tests/elastic/many_churns.py $(ARGS)
 
 SEEDS ?= 60

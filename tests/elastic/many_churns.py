@@ -27,7 +27,7 @@ def described(outcome: Outcome) -> str:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=None, help="of the first run; default: drawn, and printed")
     return parser.parse_args()
 

@@ -62,11 +62,12 @@ def test_a_worker_whose_program_hangs_is_not_waited_for(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     arguments = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "train.py", "1", "hangs")
     environment = {**os.environ, "PENSTOCK_OPERATION_TIMEOUT_S": "3"}
-    done = programs.run(*arguments, timeout=120, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    said = {line.split("] ")[1].split(":")[0] for line in done.stdout.splitlines()}
-    assert said == {"from 0 to 0 of 2", "from 2 to 1 of 2"}
-    assert "the others go on without rank 1 on localhost" in done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = programs.start_afresh(*arguments, cwd=tmp_path, env=environment, **pipes)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert {line.split("] ")[1].split(":")[0] for line in out.splitlines()} == {"from 0 to 0 of 2", "from 2 to 1 of 2"}
+    assert "the others go on without rank 1 on localhost" in err
 
 
 COMES = """
