@@ -1,7 +1,8 @@
 """Half an hour in which workers go and come: 6 on 4 hosts, CIFAR-10 quick, one killed and one started every 20 s.
 
-    sudo .venv/bin/python -m benchmarks.churn --data DIR       # writes docs/benchmarks/churn.jsonl and .png
-    .venv/bin/python -m benchmarks.churn --draw                # only draws what is there
+    sudo .venv/bin/python -m benchmarks.churn --data DIR [--json-lines docs/benchmarks/churn.jsonl]
+
+Results that are kept in a file are drawn beside it; with `--draw` that is all it does.
 
 The same training runs twice, on the same passes over the same samples: undisturbed, and with workers killed at random
 moments, each followed by a newcomer on its host. The first worker is spared, so that its memory and descriptors can be
@@ -31,8 +32,6 @@ from benchmarks.convergence import decode
 from lab.cluster import Cluster, Host
 from lab.records import ROOT, note, recorded, result_arguments, spread
 
-LINES = ROOT / "docs" / "benchmarks" / "churn.jsonl"
-PICTURE = LINES.with_suffix(".png")
 SIZE, HOSTS = 6, 4
 BATCH = 67
 """Of one worker: 402 samples in a step of six."""
@@ -267,14 +266,13 @@ def judge(undisturbed: dict[str, Any], churn: dict[str, Any]) -> list[str]:
     return complaints
 
 
-def draw(lines: Path, picture: Path) -> None:
+def draw(runs: dict[str, dict[str, Any]], picture: Path) -> None:
     """Members and throughput over time, of both runs."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    runs = recorded(lines, "kind")
     figure, (above, below) = plt.subplots(2, 1, figsize=(9.5, 4.6), layout="constrained", sharex=True)
     for kind, style in zip(KINDS, ("k:", "C0-"), strict=True):
         if kind in runs:
@@ -306,8 +304,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=1000.0, help="of each host's link in each direction")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="default: both")
-    parser.add_argument("--draw", action="store_true", help="only draw what is recorded")
-    result_arguments(parser, lines=LINES)
+    parser.add_argument("--draw", action="store_true", help="only draw what is in the file of --json-lines")
+    result_arguments(parser)
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -315,10 +313,14 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """0 if all holds."""
     arguments = parse()
+    if arguments.draw and arguments.json_lines is None:
+        note("churn: --draw draws what is in the file of --json-lines: name it, too")
+        return 2
     if arguments.worker:
         directory, name, place, epochs, seed = arguments.worker
         work(Path(directory), name, place, int(epochs), int(seed))
         return 0
+    runs: dict[str, dict[str, Any]] = {}
     if not arguments.draw:
         with tempfile.TemporaryDirectory(prefix="penstock-churn-") as directory:
             images = Path(directory) / "images.pt"
@@ -336,11 +338,13 @@ def main() -> int:
                             **run(kind, place, cluster.hosts, arguments),
                         }
 
-                if measured(arguments, "churn", measure, scenario=("kind",), seed=arguments.seed) is None:
+                record = measured(arguments, "churn", measure, scenario=("kind",), seed=arguments.seed)
+                if record is None:
                     return 2
-    runs = recorded(arguments.json_lines, "kind") if arguments.json_lines else {}
+                runs[kind] = record
     if arguments.json_lines:
-        draw(arguments.json_lines, arguments.json_lines.with_suffix(".png"))
+        runs |= recorded(arguments.json_lines, "kind")
+        draw(runs, arguments.json_lines.with_suffix(".png"))
     complaints = judge(runs["undisturbed"], runs["churn"]) if {*KINDS} <= runs.keys() else []
     for complaint in complaints:
         print(complaint)

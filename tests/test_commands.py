@@ -254,6 +254,9 @@ TABLE = {
     "python -m benchmarks.cifar10_curve": NAMED,
     "python -m benchmarks.cifar10_curve --data DIR": Run("--epochs 1 --runs 2 1", put=IMAGES, long=True),
     "python -m benchmarks.cifar10_curve --draw": Run(),
+    "python -m benchmarks.churn --data DIR [--json-lines docs/benchmarks/churn.jsonl]": Run(
+        "--epochs 1 --kinds undisturbed", put=IMAGES, clusters=True, long=True
+    ),
     "python -m benchmarks.collectives": NAMED,
     "python -m benchmarks.collectives run": Run(
         "--hosts 2 --sizes 4KB --algorithms store --seconds 0.1", clusters=True, long=True
