@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock import config, launchers
+from penstock import config, launcher_pipe, launchers
 from penstock.account import Report
 from penstock.attached import attached
 from penstock.ending import Hooks, described
@@ -299,6 +299,8 @@ def shutdown() -> None:
             return
         if error is not None and error is not job.handled:
             job.abort(described(error))
+        elif job.membership is not None:
+            launcher_pipe.tell(job.membership.own, over=True)  # before others may miss it
         try:
             job.finish()
         finally:

@@ -35,17 +35,18 @@ def offer() -> tuple[FileIO, int, dict[str, str]]:
     return FileIO(reads, "rb"), writes, {config.LAUNCHER_PIPE: f"{writes}:{os.fstat(writes).st_ino}"}
 
 
-def tell(member: int, *, door: str | None = None, lost: Sequence[int] = ()) -> None:
+def tell(member: int, *, door: str | None = None, lost: Sequence[int] = (), over: bool = False) -> None:
     """Tell the launcher, if it has started this process and listens.
 
     Args:
         member: This process, by the rank that it began with in its job.
         door: Where newcomers come in.
         lost: Members that this one goes on without, likewise by their ranks.
+        over: It leaves the job in order. Its program may go on.
     """
     for first in range(0, max(1, len(lost)), _LOST_MAX):
-        facts = {"member": member, "door": door, "lost": [*lost[first : first + _LOST_MAX]]}
-        _write({name: fact for name, fact in facts.items() if fact not in (None, [])})
+        facts = {"member": member, "door": door, "lost": [*lost[first : first + _LOST_MAX]], "over": over}
+        _write({name: fact for name, fact in facts.items() if fact not in (None, [], False) or name == "member"})
 
 
 def understood(line: bytes) -> dict[str, Any]:
@@ -60,6 +61,8 @@ def understood(line: bytes) -> dict[str, Any]:
     found: dict[str, Any] = {"door": door} if isinstance(door, str) else {}
     if isinstance(lost, list) and all(type(one) is int for one in lost):
         found["lost"] = lost
+    if facts.get("over") is True:
+        found["over"] = True
     return {"member": facts["member"], **found} if found else {}
 
 

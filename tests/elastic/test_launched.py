@@ -123,3 +123,44 @@ def test_a_new_worker_comes_in_the_place_of_one_that_is_killed(tmp_path):
     assert len({(found[3], found[5]) for found in said.values()}) == 1, out
     assert {who: found[4] for who, found in said.items()} == {"rank 0": "0", "rank 2": "1", "newcomer 1": "2"}
     assert int(said["rank 0"][2]) == 0 < int(said["newcomer 1"][2])
+
+
+LEAVES = """
+import os, pathlib, sys, time
+import torch
+from torch import nn
+import penstock as ps
+
+torch.manual_seed(0)
+ps.init(peer_timeout_s=5.0, line_rate_mbit=1000.0)
+model = nn.Linear(20, 4)
+model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+first = ps.rank()
+without = []
+ps.on_members_changed(without.append)
+for step in range(100_000):
+    if (first, step) == (1, 5) or (without and step > 60):
+        break
+    model(torch.randn(8, 20)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ps.shutdown()
+if first != 1:
+    pathlib.Path(f"over-{first}").touch()
+while first == 1 and not all(pathlib.Path(f"over-{rank}").exists() for rank in (0, 2)):
+    time.sleep(0.01)
+if first == 1:
+    time.sleep(2.0)  # what it does longer than its grace
+    print("has saved", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_has_left_in_order_is_not_ended_while_it_saves(tmp_path):
+    (tmp_path / "train.py").write_text(LEAVES, encoding="utf-8")
+    arguments = ("-m", "penstock", "run", "--grace-s", "0.5", "--nproc-per-node", "3", "--min", "2", "train.py")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = programs.start_afresh(*arguments, cwd=tmp_path, **pipes)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out == "[rank 1] has saved\n" and "go on without" not in err, err

@@ -60,6 +60,12 @@ def test_the_other_half_may_be_later():
     assert given_up.due({0, 1, 2, 3}, 20.0) == []
 
 
+def test_one_that_has_left_in_order_may_do_what_it_likes():
+    given_up = told((0, [1, 2]), (3, [1, 2]))
+    given_up.left(1)
+    assert who(given_up, {0, 1, 2, 3}) == [2]
+
+
 def test_newcomers_are_known_by_what_they_tell():
     members = [(0, 0), (2, 2), (3, 7)]  # the third one is member 7 of the job
     assert who(told((0, [7]), (2, [7]), members=members), {0, 2, 3}) == [3]

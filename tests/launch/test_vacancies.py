@@ -129,9 +129,10 @@ def heard(program, *, inherits=True, **environment):
 
 
 def test_the_launcher_hears_what_a_worker_tells():
-    told = heard(f"{TELLS} pipe.tell(3, lost=(1, 2)); pipe.tell(3, lost=range(600))")
+    told = heard(f"{TELLS} pipe.tell(3, lost=(1, 2)); pipe.tell(3, lost=range(600)); pipe.tell(0, over=True)")
     assert told[:2] == [{"member": 3, "door": "a:1"}, {"member": 3, "lost": [1, 2]}]
-    assert [rank for one in told[2:] for rank in one["lost"]] == [*range(600)]
+    assert [rank for one in told[2:-1] for rank in one["lost"]] == [*range(600)]
+    assert told[-1] == {"member": 0, "over": True}
 
 
 def test_who_has_not_inherited_the_pipe_tells_nobody():
@@ -171,6 +172,7 @@ def test_a_pipe_that_nobody_reads_any_more_is_no_error():
         *(b"", b"x", b"1", b"[]", b"[" * 4000, b"\xff", b'{"door": "a"', b'{"door": "a"}', b'{"member": 1}'),
         *(b'{"member": "1", "door": "a"}', b'{"member": true, "door": "a"}', b'{"member": 1, "door": 2}'),
         *(b'{"member": 1, "lost": 2}', b'{"member": 1, "lost": [2, "3"]}', b'{"member": 1, "lost": [true]}'),
+        *(b'{"member": 1, "over": false}', b'{"member": 1, "over": 1}'),
     ],
 )
 def test_lines_that_tell_nothing_are_not_taken_for_something(line):

@@ -9,8 +9,9 @@ with a ``rank`` if it is for one of them. A variable of the environment that is 
 have.
 Output: `HELLO` with free ports, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
 output, ``{"rank", "member", "door"}`` when it has told where newcomers come in and ``{"rank", "member", "lost"}`` when
-it goes on without some, ``{"stopped"}`` and ``{"continued"}`` as a signal has stopped one or let it go on,
-``{"ended", "status"}``, and ``{"failed", "why"}`` if one could not be started.
+it goes on without some, ``{"rank", "member", "over"}`` when it leaves the job in order, ``{"stopped"}`` and
+``{"continued"}`` as a signal has stopped one or let it go on, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one
+could not be started.
 """
 
 from __future__ import annotations

@@ -40,6 +40,10 @@ class GivenUp:
         self._member_of[key] = member
         self._lost_to.setdefault(key, set()).update(lost)
 
+    def left(self, key: int) -> None:
+        """A worker leaves the job in order. Others may miss it there; its program goes on as long as it likes."""
+        self._ended.add(key)
+
     def due(self, running: Collection[int], now_s: float) -> list[int]:
         """Who is given up, and has not ended in time. Each is returned once.
 

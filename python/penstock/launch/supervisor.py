@@ -386,6 +386,8 @@ class Supervisor:
                 [seat] = agent.seats
                 place = f"the place of rank {seat.rank}, on {agent.host.name} (pid {message['pid']})"
                 self._tell(f"{seat.name} is started in {place}")
+        elif "over" in message:
+            self._given_up.left(message["rank"])
         elif "lost" in message:
             self._given_up.told(message["rank"], message["member"], message["lost"])
         elif "door" in message:
