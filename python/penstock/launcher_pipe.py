@@ -45,8 +45,8 @@ def tell(member: int, *, door: str | None = None, lost: Sequence[int] = (), over
         over: It leaves the job in order. Its program may go on.
     """
     for first in range(0, max(1, len(lost)), _LOST_MAX):
-        facts = {"member": member, "door": door, "lost": [*lost[first : first + _LOST_MAX]], "over": over}
-        _write({name: fact for name, fact in facts.items() if fact not in (None, [], False) or name == "member"})
+        facts = {"door": door, "lost": [*lost[first : first + _LOST_MAX]], "over": over}
+        _write({"member": member, **{name: fact for name, fact in facts.items() if fact}})
 
 
 def understood(line: bytes) -> dict[str, Any]:
