@@ -11,10 +11,10 @@ Where some ranks share a host and others do not, one rank of each host does this
 for itself; then two ranks of each host do it between them, which is the rate inside.
 
 Whatever else runs on the two hosts only makes a burst slower, so the fastest counts. The kernel tells how long threads
-waited for processors: if they did not in the first burst, it is the only one. Otherwise there are more, until the two
-fastest are alike or time is up. If threads waited for most of the fastest, too, the line may be faster than that, and
-who reads the rate is told. Between ranks of one host there is no line: what counts is the processor time of a burst,
-which is the same whoever else has the processors.
+waited for processors: if they did not in the first burst, it is the only one. Otherwise there are more, until they did
+not, or until the two fastest are alike and waited little, or time is up. If it came to none of this, the line may be
+faster than the fastest, and who reads the rate is told. Between ranks of one host there is no line: what counts is the
+processor time of a burst, which is the same whoever else has the processors.
 
 Then all ranks add up one number each, some times by the store, which has two steps, and by the ring, which has 2 (p-1).
 What a step more takes is the latency: of a message between two engines while all ranks are at work. Half a trip to and
@@ -80,8 +80,9 @@ CALM = 0.1
 """A burst counts by itself if threads waited for processors for no more than this part of it."""
 SAME = 1.15
 """Two bursts are alike if their rates differ by no more."""
-DOUBTFUL = 0.5
-"""Above this part of a burst it was the processors that were too slow, or may have been."""
+ALMOST_CALM = 0.2
+"""Two that are alike count if threads waited for no more than this part of each: longer waits are now and then alike.
+Other threads waited, too, of which this process is not told: those of the kernel that carry the packets."""
 MEASURED = "measured at the start"
 AT_LEAST = "measured at the start while processors were busy: the line may be faster"
 ONE_HOST = "measured at the start, on one host: there is no line, processors set the rate"
@@ -150,7 +151,7 @@ class _Pair:
                 break
         bursts: list[_Burst] = []
         began = time.perf_counter()
-        while not _enough(bursts) and time.perf_counter() - began < BURSTS_SECONDS:
+        while len(bursts) < BURSTS_MAX and not _sure(bursts) and time.perf_counter() - began < BURSTS_SECONDS:
             bursts.append(self._send(_burst_bytes(rate, budget_s)))
             rate = max(burst.bytes_per_s for burst in bursts)
         return bursts
@@ -266,14 +267,16 @@ def _burst_bytes(bytes_per_s: float, budget_s: float) -> int:
     return int(min(max(bytes_per_s * budget_s, least, SIZES[0]), most))
 
 
-def _enough(bursts: Sequence[_Burst]) -> bool:
-    """Whether no more are needed: processors were free in one, or the two fastest are alike."""
-    if not bursts:
-        return False
-    if len(bursts) == BURSTS_MAX or not bursts[-1].waited(CALM):
+def _sure(bursts: Sequence[_Burst]) -> bool:
+    """Whether it was the line that set the rate: processors were free in one, or almost, and the two fastest alike."""
+    if any(not burst.waited(CALM) for burst in bursts):
         return True
-    first, *others = sorted((burst.bytes_per_s for burst in bursts), reverse=True)
-    return bool(others) and first < SAME * others[0] and not max(bursts, key=lambda b: b.bytes_per_s).waited(DOUBTFUL)
+    fastest = sorted(bursts, key=lambda burst: burst.bytes_per_s, reverse=True)[:2]
+    return (
+        len(fastest) == 2
+        and fastest[0].bytes_per_s < SAME * fastest[1].bytes_per_s
+        and not any(burst.waited(ALMOST_CALM) for burst in fastest)
+    )
 
 
 def _line_rate(bursts: Sequence[_Burst], *, one_host: bool) -> tuple[float, bool]:
@@ -282,7 +285,7 @@ def _line_rate(bursts: Sequence[_Burst], *, one_host: bool) -> tuple[float, bool
     if one_host:
         # There is no line. Alone on the machine, a burst would take the processor time that it took now.
         return max(best.bytes_per_s, *(burst.size / burst.busy_s for burst in bursts)), False
-    return best.bytes_per_s, best.waited(DOUBTFUL)
+    return best.bytes_per_s, not _sure(bursts)
 
 
 def _inside_rate(bursts: Sequence[_Burst]) -> float:
