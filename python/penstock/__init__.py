@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from penstock.lossy import DGC, OneBit
     from penstock.members import MembersChange, MembershipEpoch
     from penstock.torch.access import no_sync, synchronize
-    from penstock.torch.checkpoints import Checkpoints
+    from penstock.torch.checkpoints import checkpoint, resume
     from penstock.torch.clipping import GradScaler, clip_grad_norm_
     from penstock.torch.distribute import distribute
     from penstock.torch.elastic_sampling import ElasticSampler
@@ -78,7 +78,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DGC",
     "AuthenticationError",
-    "Checkpoints",
     "ConfigError",
     "Coordinator",
     "DiLoCo",
@@ -106,6 +105,7 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "checkpoint",
     "clip_grad_norm_",
     "coordinator_of",
     "distribute",
@@ -122,6 +122,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "report",
+    "resume",
     "sampler",
     "scatter",
     "send",
@@ -133,7 +134,6 @@ __all__ = [
 
 _HOME_OF = {
     "AuthenticationError": "errors",
-    "Checkpoints": "torch.front_end",
     "ConfigError": "errors",
     "Coordinator": "coordinator",
     "DGC": "lossy",
@@ -161,6 +161,7 @@ _HOME_OF = {
     "allreduce": "collectives",
     "barrier": "collectives",
     "broadcast": "collectives",
+    "checkpoint": "torch.front_end",
     "clip_grad_norm_": "torch.front_end",
     "coordinator_of": "torch.front_end",
     "distribute": "torch.front_end",
@@ -177,6 +178,7 @@ _HOME_OF = {
     "reduce": "collectives",
     "reduce_scatter": "collectives",
     "report": "job",
+    "resume": "torch.front_end",
     "sampler": "torch.front_end",
     "scatter": "collectives",
     "send": "collectives",

@@ -1,10 +1,9 @@
-"""Checkpoints of one thing, such as a store: all ranks count them alike, and one writes them while training goes on.
+"""Checkpoints of one thing, such as a store: all ranks count them alike, and write them while training goes on.
 
-That is rank 0, and in an elastic job the first that is left. What a lost rank was writing counts as not written.
-
-One is under way at a time. Whether it was written all ranks hear when they meet for the next, or when they ask; until
-then an error for a lost rank says which is the last that is known to be whole. How a file becomes whole is said in
-`whole_files.py`.
+Either one rank writes all of it, or each rank a part (`whole_files.py` says when these make a whole one). One is under
+way at a time. Whether it was written all ranks hear when they meet for the next, or when they ask; until then an error
+for a lost rank says which is the last that is known to be whole. A checkpoint one of whose writers is lost before it
+has said that its part is on the disk counts as not written, though it may be whole.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock import job
 from penstock.attached import Attached, attach
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
-from penstock.whole_files import add_checkpoint
+from penstock.warning import warn
+from penstock.whole_files import CheckpointKey, CheckpointPart, WriterLock, add_part, discard_part
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -30,6 +31,15 @@ __all__ = ["CheckpointWriter", "name_last", "on_first"]
 
 _writers: weakref.WeakValueDictionary[int, CheckpointWriter] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_locks: dict[Path, WriterLock] = {}
+"""Of this process's job, by directory."""
+
+KNOWN_MAX = 64
+"""So many whole checkpoints are remembered: more than anybody keeps."""
+WAITED_S = 1.0
+"""Who waits longer for a disk is told so."""
+WAIT_SHARE = 0.75
+"""Of the longest wait for other ranks: so long one waits for its own disk, and has told them before they give it up."""
 
 
 def on_first(gathering: Gathering, rank: int, caller: str, do: Callable[[], Any]) -> tuple[Any, int]:
@@ -77,6 +87,24 @@ def _told_by(by: int, gathering: Gathering, rank: int, caller: str, do: Callable
     return found
 
 
+class _UnderWay(NamedTuple):
+    """The checkpoint that is being written.
+
+    Attributes:
+        key: Which it is.
+        shown: Its name, for messages: a file, or what the names of several begin with.
+        writers: Who writes it, by the ranks that they began with.
+        file: What this rank writes of it, if it does.
+        layout: As this rank has said it in its part.
+    """
+
+    key: CheckpointKey
+    shown: str
+    writers: tuple[int, ...]
+    file: Path | None = None
+    layout: int = 0
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one thing. Every rank has one, and makes its calls alike.
 
@@ -88,8 +116,10 @@ class CheckpointWriter:
         limit_s: How long to wait for one to be on the disk.
 
     Attributes:
-        last: The file of the last one that this rank knows to be whole.
+        last: The last one that this rank knows to be whole.
         calls: How often it was asked for one, those before included if the program went on from one.
+        known: Those that this rank knows to be whole, wherever their parts lie.
+        put_off: Copies what is to be written, where that has been put off to a better moment.
     """
 
     def __init__(self, engine: Engine, gathering: Gathering, rank: int, caller: str, limit_s: float) -> None:
@@ -98,22 +128,44 @@ class CheckpointWriter:
         self._limit_s = limit_s
         self.last: str | None = None
         self.calls = 0
+        self.known: list[CheckpointKey] = []
+        self.put_off: Callable[[], None] | None = None
         self._rank = rank
         self._caller = caller
-        self._under_way: str | None = None
-        self._by = 0  # who writes it
-        self._thread: threading.Thread | None = None  # there
+        self._begun = 0  # how many by all ranks, in this job
+        self._under_way: _UnderWay | None = None
+        self._thread: threading.Thread | None = None  # where some of it is written
         self._error: Exception | None = None
         _writers[next(_numbers)] = self
 
     def standing(self) -> dict[str, Any]:
         """What newcomers must know of it, fit for JSON."""
-        return {"calls": self.calls, "last": self.last, "under_way": self._under_way, "by": self._by}
+        under_way = self._under_way
+        return {
+            "calls": self.calls,
+            "last": self.last,
+            "begun": self._begun,
+            "known": [list(key) for key in self.known],
+            "under_way": None if under_way is None else [list(under_way.key), under_way.shown, under_way.writers],
+        }
 
     def go_on_from(self, standing: dict[str, Any]) -> None:
         """At a newcomer: count as the others do."""
-        self.calls, self.last = standing["calls"], standing["last"]
-        self._under_way, self._by = standing["under_way"], standing["by"]
+        self.calls, self.last, self._begun = standing["calls"], standing["last"], standing["begun"]
+        self.known = [CheckpointKey(*key) for key in standing["known"]]
+        if standing["under_way"] is not None:
+            key, shown, writers = standing["under_way"]
+            self._under_way = _UnderWay(CheckpointKey(*key), shown, tuple(writers))
+
+    def has_loaded(self, shown: str, number: int, known: Sequence[CheckpointKey] = ()) -> None:
+        """The program goes on from this one: calls are counted on from its number.
+
+        Args:
+            shown: Its name.
+            number: Its own.
+            known: Those that are whole, this one and others.
+        """
+        self.last, self.calls, self.known = shown, number, [*known][-KNOWN_MAX:]
 
     def check(self, every: int, keep: int) -> None:
         """Refuse what are no numbers of checkpoints.
@@ -129,11 +181,13 @@ class CheckpointWriter:
         self.calls += 1
         return self.calls % every == 0
 
+    # One file, by one rank
+
     def begin(self, path: Path, make: Callable[[], Callable[[str], object]], keep: int) -> str:
-        """Begin to write the checkpoint of the number of calls so far. None is under way.
+        """Begin to write the checkpoint of the number of calls so far, all of it on one rank. None is under way.
 
         Args:
-            path: Of its file; another rank than 0 adds its own number to the name.
+            path: Of its file.
             make: Where it is written, makes what writes it, in a thread of its own: nothing else may change what that
                 reads.
             keep: How many of the newest stay.
@@ -142,91 +196,228 @@ class CheckpointWriter:
             The file.
 
         Raises:
-            ConfigError: There can be no such directory, or ``make`` raised it. On all ranks.
+            ConfigError: There can be no such directory, another job writes there, or ``make`` raised it. On all ranks.
         """
-        number, rank = self.calls, self._rank
-        # A lost rank that lives may be about to write one of this number.
-        own = path if rank == 0 else path.with_name(f"{path.stem}-by-{rank}{path.suffix}")
+        part = CheckpointPart(CheckpointKey(self.calls, self._rank))
 
         def start() -> str:
             fill = make()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._claim_here(path.parent)
+            self.write(lambda: add_part(path, part, fill, keep))
+            return str(path)
 
-            def write() -> None:
-                try:
-                    add_checkpoint(own, number, fill, keep, rank)
-                except Exception as error:  # noqa: BLE001 - raised where somebody waits for it
-                    self._error = error
+        file, by = on_first(self._gathering, self._rank, self._caller, start)
+        self._begun += 1
+        key = CheckpointKey(self.calls, by)
+        self._under_way = _UnderWay(key, file, (by,), path if by == self._rank else None)
+        return str(file)
 
-            self._thread = threading.Thread(target=write, name="penstock-checkpoint", daemon=True)
-            self._thread.start()
-            return str(own)
+    # A part by each rank
 
-        file: str
-        file, self._by = on_first(self._gathering, self._rank, self._caller, start)
-        self._under_way = file
-        return file
+    def claim(self, directory: Path) -> None:
+        """See to it that there is such a directory, and that no other job writes there. Collective.
 
-    def finish(self) -> str | None:
-        """Wait until what is under way is on the disk.
+        Raises:
+            ConfigError: There can be none, or one does. On all ranks.
+        """
+        on_first(self._gathering, self._rank, self._caller, lambda: self._claim_here(directory))
+
+    def begin_parts(self, directory: Path, stem: str, members: Sequence[int]) -> tuple[Path, CheckpointPart]:
+        """Begin the checkpoint of the number of calls so far, of which each member writes a part. None is under way.
+
+        Args:
+            directory: Where it goes.
+            stem: What names begin with.
+            members: Who writes it, the same on all ranks.
 
         Returns:
-            The last checkpoint that is whole; none if there is none.
+            What this rank is to write (`write`), and of which file.
+        """
+        self._begun += 1
+        name = job.current("checkpoint").job_id.hex()[:8]
+        key = CheckpointKey(self.calls, members[0], f"{name}.{self._begun}")
+        part = CheckpointPart(key, [*members].index(self._rank), len(members))
+        shown = directory / f"{stem}-{key.number:010d}-{key.writing}"
+        file = shown.with_name(f"{shown.name}-{part.place}of{part.count}.safetensors")
+        self._under_way = _UnderWay(key, str(shown), tuple(members), file)
+        return file, part
+
+    def says(self, layout: int) -> None:
+        """What this rank says in its part that all parts must have alike."""
+        if self._under_way is not None:
+            self._under_way = self._under_way._replace(layout=layout)
+
+    # Both
+
+    def write(self, do: Callable[[], None]) -> None:
+        """Let this be done in a thread; what it raises is said when all ranks meet."""
+
+        def work() -> None:
+            try:
+                do()
+            except Exception as error:  # noqa: BLE001 - raised where somebody waits for it
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="penstock-checkpoint", daemon=True)
+        self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """What was to be written could not be copied."""
+        self._error = error
+
+    def copy_now(self) -> None:
+        """Copy what was put off, if something was."""
+        put_off, self.put_off = self.put_off, None
+        if put_off is not None:
+            put_off()
+
+    def finish(self, *, for_next: bool = False) -> str | None:
+        """Wait until what is under way is on the disk.
+
+        Args:
+            for_next: Whether another one is due: who waits long is warned.
+
+        Returns:
+            The last checkpoint that is known to be whole; none if there is none.
 
         Raises:
             ConfigError: It could not be written. On all ranks.
-            Timeout: It took too long; on other ranks, who writes it did not come.
+            Timeout: It took too long. On all ranks; it is still under way.
         """
-        if self._under_way is not None:
-            under_way = self._under_way
-            try:
-                told = _told_by(self._by, self._gathering, self._rank, self._caller, self._join)
-            except ConfigError:
-                self._under_way = None
-                raise
-            self.last, self._under_way = self.last if told is None else under_way, None
+        under_way = self._under_way
+        if under_way is None:
+            return self.last
+        self.copy_now()
+        blobs = self._gathering.all_gather(self._caller, json.dumps(self._outcome(under_way)).encode())
+        told = {rank: json.loads(blobs[rank] or "null") for rank in under_way.writers}
+        for rank, said in told.items():
+            if said is not None and "late_s" in said:
+                raise Timeout(
+                    f"{self._caller}: rank {rank}: {under_way.shown} is not on the disk after {said['late_s']:g} s "
+                    f"(of operation_timeout_s={self._limit_s:g}). See what keeps its disk; to write less often, raise "
+                    "every",
+                    rank=rank,
+                    step=under_way.key.number,
+                )
+        self._under_way, self._thread = None, None
+        layouts = {rank: said["layout"] for rank, said in told.items() if said is not None and "layout" in said}
+        for rank, said in told.items():
+            why = None if said is None else said.get("error")
+            if why is None and rank in layouts and layouts[rank] != next(iter(layouts.values())):
+                why = (
+                    f"its states differ from rank {next(iter(layouts))}'s in names, types or shapes. Give the same "
+                    "objects on all ranks"
+                )
+            if why is not None:
+                if under_way.file is not None:
+                    discard_part(under_way.file)
+                self._error = None
+                raise self._failed(under_way, rank, why)
+        if any(said is None for said in told.values()):
+            if self._rank == self._gathering.first:
+                gone = [rank for rank, said in told.items() if said is None]
+                warn(
+                    f"{self._caller}: {under_way.shown} counts as not written: rank {gone[0]} was lost before it had "
+                    f"said that its part is on the disk. {self._before()}"
+                )
+            return self.last
+        self._is_whole(under_way)
+        waited_s = max(said["waited_s"] for said in told.values())
+        if for_next and waited_s > WAITED_S and self._rank == self._gathering.first:
+            warn(
+                f"{self._caller}: training waited {waited_s:.1f} s until {under_way.shown} was on the disk. Write less "
+                "often (every), or to a faster disk"
+            )
         return self.last
 
     def join(self, limit_s: float) -> None:
-        """Where it is written: as `finish`, without the others.
+        """As `finish`, without the others: what this rank writes.
 
         Raises:
             ConfigError: It could not be written.
             Timeout: It took longer than ``limit_s``.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
+        under_way = self._under_way
+        if under_way is None:
             return
-        thread.join(limit_s)
-        if thread.is_alive():
-            raise Timeout(f"{self._caller}: {self._under_way} is not on the disk after {limit_s} s")
-        self._raise_error()
-        self.last, self._under_way = self._under_way, None
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join(self._limit_s)
-            if self._thread.is_alive():
-                late = f"{self._under_way} is not on the disk after {self._limit_s} s (operation_timeout_s)"
-                raise Timeout(f"{self._caller}: {late}")
-            self._thread = None
-        self._raise_error()
-
-    def _raise_error(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(limit_s)
+            if thread.is_alive():
+                raise Timeout(
+                    f"{self._caller}: rank {self._rank}: {under_way.shown} is not on the disk after {limit_s:g} s",
+                    rank=self._rank,
+                    step=under_way.key.number,
+                )
         error, self._error = self._error, None
         if error is not None:
-            raise ConfigError(f"{self._caller}: {self._under_way} was not written: {error}") from error
+            self._under_way = None
+            raise self._failed(under_way, self._rank, str(error)) from error
+        if under_way.writers == (self._rank,):
+            self._is_whole(under_way)
+        self._under_way = None
 
     def said(self) -> str | None:
         """Which is the last one, as far as it is known here; none if there is none."""
-        last, under_way, thread = self.last, self._under_way, self._thread
-        if thread is not None and not thread.is_alive() and self._error is None:
+        last, thread = self.last, self._thread
+        under_way = None if self._under_way is None else self._under_way.shown
+        alone = self._under_way is not None and self._under_way.writers == (self._rank,)
+        if alone and thread is not None and not thread.is_alive() and self._error is None:
             last, under_way = under_way, None
         if last is None and under_way is None:
             return None
         perhaps = None if under_way is None else f"{under_way}, if all of it came to the disk"
         known = " or ".join(filter(None, (last, perhaps)))
         return f"The last checkpoint is {known}: load it when all ranks have begun anew"
+
+    def end(self, limit_s: float, *, in_order: bool) -> None:
+        """The job is over: as `join`; what was put off is copied if it ends in order, and else never.
+
+        Raises:
+            ConfigError: It could not be written.
+            Timeout: It took longer than ``limit_s``.
+        """
+        if in_order:
+            self.copy_now()
+        self.put_off = None
+        self.join(limit_s)
+
+    def _claim_here(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _locks.setdefault(directory.resolve(), WriterLock(directory, job.current("checkpoint").job_id.hex()))
+        try:
+            lock.take()
+        except ConfigError as error:
+            raise ConfigError(f"{self._caller}: {error}", rank=self._rank) from error
+
+    def _outcome(self, under_way: _UnderWay) -> dict[str, Any]:
+        """What became of this rank's part, fit for JSON."""
+        if self._rank not in under_way.writers:
+            return {}
+        began_s = time.monotonic()
+        if self._thread is not None:
+            self._thread.join(WAIT_SHARE * self._limit_s)
+            if self._thread.is_alive():
+                return {"late_s": time.monotonic() - began_s}
+        if self._error is not None:
+            return {"error": str(self._error)}
+        return {"layout": under_way.layout, "waited_s": time.monotonic() - began_s}
+
+    def _is_whole(self, under_way: _UnderWay) -> None:
+        self.last = under_way.shown
+        self.known = [*self.known, under_way.key][-KNOWN_MAX:]
+
+    def _failed(self, under_way: _UnderWay, rank: int, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self._caller}: {under_way.shown} was not written: rank {rank}: {why}. {self._before()}",
+            rank=rank,
+            step=under_way.key.number,
+        )
+
+    def _before(self) -> str:
+        if self.last is None:
+            return "There is none before it; if the disk is full make room, or give another directory"
+        return f"The last one is {self.last}, and training can go on"
 
 
 def name_last(engine: Engine, error: PenstockError) -> None:
@@ -250,21 +441,27 @@ class _AllWriters(Attached):
 
     def finish(self, limit_s: float) -> None:
         """The last checkpoint is on the disk when the job is over."""
-        error = _join_all(limit_s)
+        error = _end_all(limit_s, in_order=True)
         if error is not None:
             raise error
 
+    def let_go(self, engine: Engine) -> None:
+        """Another job may write there."""
+        for lock in _locks.values():
+            lock.release()
+        _locks.clear()
+
     def end_failed(self, limit_s: float, *, at_exit: bool) -> None:
         """What is under way may become whole. The program has the error of the job."""
-        _join_all(limit_s)
+        _end_all(limit_s, in_order=False)
 
 
-def _join_all(limit_s: float) -> PenstockError | None:
+def _end_all(limit_s: float, *, in_order: bool) -> PenstockError | None:
     """Wait for all that are under way, so long for all together; the first error, if there is one."""
     deadline, first = time.monotonic() + limit_s, None
     for _, writer in sorted(_writers.items()):
         try:
-            writer.join(max(0.0, deadline - time.monotonic()))
+            writer.end(max(0.0, deadline - time.monotonic()), in_order=in_order)
         except PenstockError as error:
             first = first or error
     return first

@@ -128,6 +128,22 @@ class KeptBook:
         """
         self._engine.all_gather(caller, b"")
 
+    def saved_here(self, tensor: int, state: int | None, into: Any) -> int | None:
+        """Copy what this worker keeps of a tensor to its places in this memory; what is in the others, nobody knows.
+
+        Between steps, where the workers are the owners. Not collective.
+
+        Args:
+            tensor: Of the book.
+            state: The value (None), or one of the optimizer's states.
+            into: Memory of the whole tensor.
+
+        Returns:
+            How often it was updated; `None` if this worker keeps no such thing.
+        """
+        memory = view(into, "what is kept", written=True)
+        return self._engine.save(self._number, tensor, state, memory.address, memory.nbytes)
+
     def saved(self, tensor: int, state: int | None, into: Any) -> int | None:
         """Copy what the owners keep of a tensor to this memory, which is zero. Collective.
 

@@ -25,6 +25,8 @@ from penstock.grouping import NONE_ASKED_FOR
 from penstock.tracing.moments import forget_moments
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock._native import Engine
     from penstock.config import Options
     from penstock.control import Servers
@@ -70,6 +72,7 @@ class Job:
         agreement: What the ranks have agreed on when they met.
         door: Where newcomers come to this rank, if it has opened one.
         visit: Of a newcomer: the door at which it came.
+        checkpoints: By directory, the training's that are written there (`penstock.torch.checkpoints`).
         forget: Called when the job is over: it is not this process's any more.
     """
 
@@ -92,6 +95,7 @@ class Job:
     agreement: Agreement | None = field(default=None, repr=False)
     door: Doorway | None = None
     visit: Entrance | None = None
+    checkpoints: dict[Path, object] = field(default_factory=dict, repr=False)
     forget: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property

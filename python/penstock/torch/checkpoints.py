@@ -1,237 +1,387 @@
-"""Checkpoints of a model with its optimizer, for any way of updating and any number of ranks and servers. No pickle.
+"""Checkpoints of a training, written by all ranks while it goes on, and read into any number of them. No pickle.
 
-What a program's objects have of state is taken apart (`penstock.torch.state_tree`). Its tensors go to a file of
-safetensors, by their place in the tree, and the rest beside them as JSON.
+What there is to save says `checkpoint_content`, and what each rank writes of it `checkpoint_shares`. A share is copied
+here, to memory that is used again, and a thread brings it to the disk (`penstock.checkpointing`). No rank waits for
+another's disk before the next checkpoint. How one is found and read says `checkpoint_reading`.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from penstock import collectives, job
-from penstock.checkpointing import CheckpointWriter, on_first
-from penstock.errors import ConfigError, PeerLost
-from penstock.torch.agreement.arguments import optimizers_in
-from penstock.torch.schemes.residuals import ENTRY
-from penstock.torch.state_tree import check_stateful, descriptions, empty, joined, split
-from penstock.whole_files import has_checkpoints, newest
+from penstock import job
+from penstock.checkpointing import CheckpointWriter
+from penstock.errors import ConfigError, PenstockError, Timeout
+from penstock.torch.checkpoint_content import TakenAtOnce, TrainingContent, TrainingState
+from penstock.torch.checkpoint_reading import FORMAT, read_newest
+from penstock.torch.checkpoint_shares import DealtPiece, Form, PartDraft, checksum, deal, flat
+from penstock.torch.newcomers import Telling
+from penstock.torch.runtime.accelerator import Accelerator, look, pinned_memory, supports
+from penstock.whole_files import CheckpointPart, add_part
 
-__all__ = ["Checkpoints"]
+if TYPE_CHECKING:
+    from penstock.job import Job
 
-FORMAT = "penstock Checkpoints 1"
-_CALLER = "penstock.Checkpoints"
+__all__ = ["TrainingCheckpoints", "checkpoint", "resume"]
+
+STEM = "model"
+"""What names of files begin with."""
+_WRITES, _READS = "penstock.checkpoint", "penstock.resume"
 
 
-class Checkpoints:
-    """Periodic checkpoints of a distributed model, its optimizers, and what else a training goes on from.
+def resume(directory: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, **states: Any) -> int:
+    """Say what checkpoints are of, and go on from the newest whole one, if there is one. Collective.
 
-    At every so manieth `step` the state is copied on rank 0, which writes it to the disk in a thread while training
-    goes on. A file is there whole or not at all, and a manifest beside it says what is in it. With
-    ``update="servers"`` the optimizer's state comes from the owners. A checkpoint fits any number of ranks and servers,
-    and any ``update``.
+    Call it after `penstock.distribute` and before the first step, in a first run, too. What it loads may have been
+    written by any number of ranks and servers, with any ``update``. Each file is read by one rank that sees it, for
+    all: the directory may be one that all hosts share, or each host's own. A checkpoint that is torn, or of which a
+    part is missing, is named in a warning, and the one before is taken.
 
-    In an elastic job the first rank that is left does it in the place of rank 0: give a directory that all hosts see.
-    What a lost rank still writes, if it lives, takes no later checkpoint back.
+    Each rank's random numbers go on where they were (torch's, Python's, NumPy's); a rank that was not there keeps the
+    seed that the program has given it. What lossy layers had not sent yet goes on at the rank that kept it, or, with
+    another number of ranks, its average at all of them.
 
-    All ranks make the same calls. What is a rank's own is not in it: what lossy layers keep, and buffers of other ranks
-    than 0.
+    A newcomer of an elastic job has been told where the others are, and loads nothing; there, call it before
+    `penstock.Newcomers`.
 
     Args:
-        directory: Where they are written, and read; of these checkpoints alone.
-        model: The model, distributed or not.
+        directory: Where checkpoints are, or will be; of one training alone.
+        model: The model, as `penstock.distribute` gave it. Of several: a `torch.nn.ModuleList` of them.
         optimizer: Its optimizer, a sequence of several, or none.
-        others: By name what else has ``state_dict()`` and ``load_state_dict()``: schedulers, a `GradScaler`. Of
-            tensors, numbers, strings, lists and dictionaries; the same on all ranks.
-        every: Steps from one checkpoint to the next.
-        keep: How many of the newest are kept.
+        **states: By name what else the training goes on from, the same on all ranks: whatever has ``state_dict()`` and
+            ``load_state_dict()`` (schedulers, an `ElasticSampler`, a `GradScaler`), or dictionaries, whose content is
+            replaced. Of tensors, numbers, strings, lists and dictionaries.
+
+    Returns:
+        How many steps were made before the checkpoint, from which `penstock.checkpoint` counts on; 0 if there is none.
 
     Raises:
-        ConfigError: Before `penstock.init`, or ``every`` or ``keep`` is below 1, or something has no state.
+        ConfigError: Before `penstock.init` or `penstock.distribute`; something has no state, or one that cannot be
+            saved; there are checkpoints, and none is whole, or it is of other things. On all ranks.
+        PeerLost: A rank was lost.
+        Timeout: A rank did not come.
 
     Example:
-        >>> checkpoints = ps.Checkpoints("checkpoints", model, optimizer, every=100)
-        >>> for step in range(checkpoints.load(), steps):
+        >>> model, optimizer = ps.distribute(model, optimizer)
+        >>> first = ps.resume("checkpoints", model, optimizer, scheduler=scheduler)
+        >>> for step in range(first, steps):
         ...     loss_of(model, batches[step]).backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
-        ...     checkpoints.step()
+        ...     scheduler.step()
+        ...     ps.checkpoint("checkpoints", every=100, keep=3)
+    """
+    running = job.current("resume")
+    place = Path(directory).resolve()
+    one = running.checkpoints.get(place)
+    if not (isinstance(one, TrainingCheckpoints) and one.state.is_of(model, optimizer, states)):
+        state = TrainingState(running, model, optimizer, states)
+        running.checkpoints[place] = one = TrainingCheckpoints(running, place, state)
+    return one.load()
+
+
+def checkpoint(directory: str | os.PathLike[str], *, every: int = 1, keep: int = 2, wait: bool = False) -> str | None:
+    """Count a step, after all of it; when it is time, begin a checkpoint. All ranks call it alike, once in each step.
+
+    Each rank writes a part: of parameters and optimizer state its share of the bytes, or what it owns
+    (``update="servers"``), and what is its own. It copies that to memory that it keeps for it, at the latest when the
+    next step begins, and a thread brings it to the disk while training goes on. The next checkpoint and
+    `penstock.shutdown` wait for that.
+
+    A file has its name once all of it is on the disk, and then its manifest. A checkpoint counts once all parts are
+    there: whoever is killed at whatever moment, the newest whole one is loaded. Then all but the ``keep`` newest go;
+    one that somebody reads stays until the next.
+
+    What the program writes into parameters between this call and the next step may be in the checkpoint: call it after
+    that.
+
+    In an elastic job the members write. If one is lost before its part is on the disk that checkpoint does not count.
+
+    Args:
+        directory: As `penstock.resume` was given it. It is made if it is not there; no other job may write there.
+        every: Steps from one checkpoint to the next.
+        keep: How many of the newest stay.
+        wait: Return when what was begun, by this call or before, is on the disk.
+
+    Returns:
+        What names of the checkpoint's files begin with; None if it was not the time for one.
+
+    Raises:
+        ConfigError: `penstock.resume` has not been called; ``every`` or ``keep`` is below 1; there can be no such
+            directory; another job writes there, or has written a later checkpoint; or the checkpoint before could not
+            be written: ``rank`` says where, and ``step`` which. On all ranks, and training can go on.
+        PeerLost: A rank was lost.
+        Timeout: A rank did not come, or its disk did not take its part within most of ``operation_timeout_s``.
+
+    Example:
+        >>> ps.checkpoint("checkpoints", every=50, keep=3)
+    """
+    running = job.current("checkpoint")
+    running.check_that_it_takes_part("checkpoint")
+    one = running.checkpoints.get(Path(directory).resolve())
+    if not isinstance(one, TrainingCheckpoints):
+        raise ConfigError(
+            f"{_WRITES}: {directory}: call penstock.resume(directory, model, optimizer) before the first step, on all "
+            "ranks: it says what checkpoints there are of, and loads the newest, if there is one",
+            rank=running.rank,
+        )
+    return one.step(every, keep, wait=wait)
+
+
+class TrainingCheckpoints:
+    """The checkpoints of one training. All ranks make its calls alike.
+
+    Args:
+        running: The job.
+        directory: Where they are.
+        state: What they are of.
+
+    Attributes:
+        state: What they are of.
+
+    Raises:
+        ConfigError: Newcomers are let in already, or this is one that has no model yet.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        others: Mapping[str, Any] | None = None,
-        every: int = 1,
-        keep: int = 2,
-    ) -> None:
-        running = job.current("Checkpoints")
-        if running.membership is not None and running.membership.arriving and running.calls is None:
+    def __init__(self, running: Job, directory: Path, state: TrainingState) -> None:
+        self._running, self._directory, self.state = running, directory, state
+        self._limit_s = running.options.operation_timeout_s
+        self._check_newcomers()
+        self._writer = CheckpointWriter(running.engine, running.gathering, running.rank, _WRITES, self._limit_s)
+        self._has_claimed = False
+        self._memory: Tensor | None = None  # of this rank's share
+        self._scratch: Tensor | None = None
+        self._be_told()
+        if running.world_size > 1:  # alone nothing is put off
+            for one in state.optimizers:
+                if isinstance(one, Optimizer):
+                    one.register_step_pre_hook(_copying(weakref.ref(self)))
+
+    # Members
+
+    def _check_newcomers(self) -> None:
+        membership, rank = self._running.membership, self._running.rank
+        if membership is not None and membership.lets_in:
             raise ConfigError(
-                f"{_CALLER}: rank {running.rank} is a newcomer; make it after penstock.distribute, on all ranks",
-                rank=running.rank,
+                f"{_READS}: call it before penstock.Newcomers, which tells newcomers of all that was before it",
+                rank=rank,
             )
-        self._membership = running.membership
-        self._directory = Path(directory)
-        self._rank = running.rank
-        self._engine, self._gathering = running.engine, running.gathering
-        limit_s = running.options.operation_timeout_s
-        self._writer = CheckpointWriter(running.engine, running.gathering, running.rank, _CALLER, limit_s)
-        self._writer.check(every, keep)
-        self._every, self._keep = every, keep
-        self._parts: dict[str, Any] = {"model": model}
-        for number, one in enumerate(optimizers_in(optimizer)):
-            self._parts[f"optimizer {number}"] = one
-        check_stateful(_CALLER, others or {})
-        self._parts.update((f"other {name}", other) for name, other in (others or {}).items())
+        if membership is not None and membership.arriving and self._running.calls is None:
+            raise ConfigError(
+                f"{_READS}: rank {rank} is a newcomer; call penstock.distribute first, as the others did", rank=rank
+            )
 
-    def step(self) -> str | None:
-        """Count a step, after all of it; when it is time begin a checkpoint, of which the file is returned.
+    def _be_told(self) -> None:
+        """Of an elastic job: newcomers count steps as the others do; this rank is one, or will tell them."""
+        membership = self._running.membership
+        if membership is None:
+            return
+        if membership.arriving:
+            said = Telling(self._running, _READS, None).hear()
+            self._writer.go_on_from(said["writer"])
+            self._has_claimed = said["has_claimed"]
+        membership.takes(self)
 
-        Raises:
-            ConfigError: There can be no such directory, safetensors is missing, something is neither a tensor nor
-                plain, or the checkpoint before could not be written. On all ranks.
-            PeerLost: A rank was lost.
-            Timeout: A rank did not come.
-        """
+    def check(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+
+    def has_been_told(self) -> None:
+        """See `penstock.members.ElasticPart`."""
+
+    def rest(self) -> None:
+        """See `penstock.members.ElasticPart`. What is put off stays so: telling newcomers changes nothing here."""
+
+    def tell_newcomers(self, members: tuple[int, ...], came: tuple[int, ...]) -> None:
+        """See `penstock.members.ElasticPart`."""
+        Telling(self._running, _READS, self._tell, came).hear()
+
+    def _tell(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        return {"writer": self._writer.standing(), "has_claimed": self._has_claimed}, {}
+
+    # What programs call
+
+    def load(self) -> int:
+        """See `resume`."""
         self._check_running()
-        if not self._writer.is_due(self._every):
-            return None
+        membership = self._running.membership
+        if membership is not None and membership.has_just_come:
+            return self._writer.calls
         self._writer.finish()
-        states = {name: part.state_dict() for name, part in self._parts.items()}  # some of which their owners keep
-        for state in states.values():
-            if isinstance(state, dict):
-                state.pop(ENTRY, None)
-        path = self._directory / f"model-{self._writer.calls:010d}.safetensors"
-        return self._writer.begin(path, partial(_filled_with, states), self._keep)
+        found = read_newest(_READS, self._running, self._directory)
+        if found is None:
+            return 0
+        self.state.load(found)
+        self._writer.has_loaded(found.shown, found.number, found.known)
+        return found.number
 
-    def state_dict(self) -> dict[str, Any]:
-        """How often `step` was called, and what is being written: for `penstock.Newcomers`, and no checkpoint."""
-        return self._writer.standing()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """At a newcomer: count steps as the others do."""
-        self._writer.go_on_from(state)
+    def step(self, every: int, keep: int, *, wait: bool = False) -> str | None:
+        """See `checkpoint`."""
+        self._check_running()
+        writer = self._writer
+        writer.check(every, keep)
+        if not self._has_claimed:  # rather now than after the first of many steps
+            writer.claim(self._directory)
+            self._has_claimed = True
+        shown = None
+        if writer.is_due(every):
+            writer.finish(for_next=True)
+            writer.claim(self._directory)  # in an elastic job another rank may be the first by now
+            shown = self._begin(keep)
+        if wait:
+            writer.finish()
+        return shown
 
     def finish(self) -> str | None:
-        """Wait until the checkpoint that is being written is on the disk; the last one's file is returned.
-
-        Raises:
-            ConfigError: It could not be written. On all ranks.
-            PeerLost: A rank was lost.
-            Timeout: A rank did not come.
-        """
+        """Wait until what is under way is on the disk; the last one that is known to be whole. Collective."""
         self._check_running()
         return self._writer.finish()
 
-    def load(self) -> int:
-        """Go on from the newest whole checkpoint, if there is one. One rank reads it for all.
-
-        A newcomer of an elastic job has been told where the others are, and loads nothing: give it to
-        `penstock.Newcomers` before.
-
-        Returns:
-            The number of steps before it, from which `step` counts on; 0 if the directory has no checkpoints.
-
-        Raises:
-            ConfigError: There are some, and none is whole, or it is of other things. On all ranks.
-            PeerLost: A rank was lost.
-            Timeout: A rank did not come.
-        """
-        self._check_running()
-        if self._membership is not None and self._membership.has_just_come:
-            return self._writer.calls
-        self._writer.finish()
-        told, tensors = self._read_by_one()
-        if told is None:
-            return 0
-        for name, part in self._parts.items():
-            part.load_state_dict(joined(told["parts"]["tree"][name], tensors))
-        self._writer.last, self._writer.calls = told["file"], told["number"]
-        number: int = told["number"]
-        return number
-
-    def _read_by_one(self) -> tuple[Any, dict[str, Tensor]]:
-        """What the newest whole checkpoint has, and its tensors: on all ranks what one of them has read."""
-        read: dict[str, Tensor] = {}
-
-        def read_it() -> Any:
-            if not has_checkpoints(self._directory):
-                return None
-            file, number = newest(f"{_CALLER}.load", self._directory)
-            return {"file": str(file), "number": number, "parts": _read(file, read)}
-
-        told, by = on_first(self._gathering, self._rank, f"{_CALLER}.load", read_it)
-        if told is None:
-            return None, {}
-        tree = told["parts"]["tree"]
-        if tree.keys() != self._parts.keys():
-            raise ConfigError(
-                f"{_CALLER}.load: {told['file']} has {', '.join(tree)}, and this is of {', '.join(self._parts)}"
-            )
-        members = job.current("Checkpoints").members
-        try:
-            for name, (dtype, shape) in told["parts"]["tensors"].items():
-                if self._rank != by:
-                    read[name] = empty(dtype, shape)
-                if read[name].numel():
-                    collectives.broadcast(read[name].reshape(-1).view(torch.uint8), root=members.index(by))
-        except PeerLost:
-            if self._engine.has_failed:
-                raise
-            return self._read_by_one()  # an elastic job goes on, and so does the next rank
-        return told, read
+    def copy_now(self) -> None:
+        """The next step is about to change what is not copied yet."""
+        self._writer.copy_now()
 
     def _check_running(self) -> None:
-        running = job.current("Checkpoints")
-        running.check_that_it_takes_part("Checkpoints")
-        if running.engine is not self._engine:
-            raise ConfigError(f"{_CALLER}: these belong to a job that is over; make others")
+        if job.current("checkpoint").engine is not self._running.engine:
+            raise ConfigError(f"{_WRITES}: call penstock.resume in this job, too; the one before is over")
+
+    # Writing
+
+    def _begin(self, keep: int) -> str:
+        file, part = self._writer.begin_parts(self._directory, STEM, self._running.members)
+        try:
+            taken = self.state.take(first=part.place == 0)
+        except ConfigError as error:
+            if self._running.engine.has_failed:
+                raise
+            self._writer.fail(error)
+        else:
+            copy = partial(self._copy, taken, file, part, keep)
+            if taken.put_off:
+                self._writer.put_off = copy
+            else:
+                copy()
+        return str(file).rpartition("-")[0]
+
+    def _copy(self, taken: TakenAtOnce, file: Path, part: CheckpointPart, keep: int) -> None:
+        """Copy this rank's share, and begin to write it. What goes wrong is said when all ranks meet."""
+        try:
+            draft, said, layout = self._draft(self.state.content(taken), taken, part)
+        except Exception as error:
+            if self._running.engine.has_failed or (isinstance(error, PenstockError) and not _is_own(error)):
+                raise
+            self._writer.fail(error)
+            return
+        device, memory = self.state.device, self._memory
+        event = None if device is None or not supports(device) else Accelerator(device).mark()
+        whole, nbytes, known = part._replace(layout=layout), draft.nbytes, tuple(self._writer.known)
+        self._writer.says(layout)
+
+        def write() -> None:
+            if event is not None:
+                look(event, self._limit_s)
+                if not event.query():
+                    raise Timeout(f"{device} has not copied it within {self._limit_s:g} s (operation_timeout_s)")
+            writer = draft.writer(_bytes_of(memory, nbytes), said)
+            add_part(file, whole, writer.fill, keep, known, lambda: writer.crc)
+
+        self._writer.write(write)
+
+    @torch.no_grad()
+    def _draft(
+        self, content: TrainingContent, taken: TakenAtOnce, part: CheckpointPart
+    ) -> tuple[PartDraft, dict[str, Any], int]:
+        """This rank's part, copied; what it says; and the checksum of what all ranks must have alike."""
+        forms: dict[str, Form] = {name: one.form for name, one in content.dealt.items()}
+        for name, (_, kept) in content.kept.items():
+            dtype = str(kept.slot.dtype).removeprefix("torch.")
+            forms[name] = (dtype, list(kept.slot.param.shape), list(kept.stride))
+        beside_bytes = sum(one.nbytes for one in content.beside.values())
+        layout = checksum(forms, beside_bytes)
+        draft = PartDraft(self._memory)
+        lengths = {name: (one.memory.numel(), one.memory.element_size()) for name, one in content.dealt.items()}
+        for piece in deal(lengths, part.place, part.count, beside_bytes):
+            source = content.dealt[piece.name].memory[piece.begin : piece.end]
+            draft.add(piece, source.dtype, source)
+        said: dict[str, Any] = {"format": FORMAT, "own": taken.own, "own_tensors": {}}
+        if part.place == 0:
+            for name, one in content.beside.items():
+                draft.add_whole(name, one.memory)
+                forms[name] = one.form
+            said |= {"tree": content.trees, "tensors": forms}
+        for name, tensor in taken.own_tensors.items():
+            one = flat(_WRITES, name, tensor)
+            draft.add_whole(name, one.memory)
+            said["own_tensors"][name] = one.form
+        keys = {
+            name: [draft.add(DealtPiece(name, begin, end), kept.slot.dtype, None) for begin, end in kept.ranges]
+            for name, (_, kept) in content.kept.items()
+        }
+        self._memory = draft.take_memory(self._make_memory)
+        draft.copy()
+        said["updates"] = self._copy_kept(content, keys, draft)
+        return draft, said, layout
+
+    def _copy_kept(
+        self, content: TrainingContent, keys: Mapping[str, Sequence[str]], draft: PartDraft
+    ) -> dict[str, int]:
+        """Copy what this rank keeps of states as an owner; by tensor how often it has updated the parameter."""
+        most_bytes = max((kept.slot.nbytes for _, kept in content.kept.values()), default=0)
+        if self._scratch is None or self._scratch.numel() < most_bytes:
+            self._scratch = _memory(most_bytes)
+        updates = {}
+        for name, (update, kept) in content.kept.items():
+            if not kept.ranges:
+                continue
+            into, width = self._scratch[: kept.slot.nbytes], kept.slot.dtype.itemsize
+            updates[name] = update.read_kept(kept, into)
+            for key, (begin, end) in zip(keys[name], kept.ranges, strict=True):
+                there = draft.place_of(key)
+                if updates[name]:
+                    there.copy_(into[begin * width : end * width])
+                else:
+                    there.zero_()
+        return updates
+
+    def _make_memory(self, nbytes: int) -> Tensor:
+        device = self.state.device
+        if device is not None and supports(device):
+            return pinned_memory(nbytes)
+        return _memory(nbytes)
 
 
-def _filled_with(states: Mapping[str, Any]) -> Callable[[str], object]:
-    """What writes a copy of these states to a file."""
-    save = _library().save_file
-    tensors: dict[str, Tensor] = {}
-    seen: dict[tuple[Any, ...], str] = {}  # where the model has one tensor in several places, one is written
-    tree = {name: split(_CALLER, name, state, tensors, seen) for name, state in states.items()}
-    metadata = {"penstock": json.dumps({"format": FORMAT, "tree": tree})}
-    return lambda name: save(tensors, name, metadata=metadata)
+def _memory(nbytes: int) -> Tensor:
+    with torch.inference_mode(False):  # whoever asks: it is written in any mode
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _read(file: Path, into: dict[str, Tensor]) -> dict[str, Any]:
-    """The tensors of a file, and what else all ranks must know of it."""
-    _library()
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            rest = json.loads((opened.metadata() or {}).get("penstock", "{}"))
-            if rest.get("format") != FORMAT:
-                raise ConfigError(f"{_CALLER}.load: {file} was not written by penstock.Checkpoints")
-            into.update((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{_CALLER}.load: {file} cannot be read: {error}") from error
-    return {"tree": rest["tree"], "tensors": descriptions(into)}
+def _is_own(error: PenstockError) -> bool:
+    """Whether it is this rank's mistake, and nothing of the job's."""
+    return isinstance(error, ConfigError)
 
 
-def _library() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ConfigError(
-            f"{_CALLER}: files are written by safetensors, and {error.name} is missing; install penstock[checkpoint]"
-        ) from error
-    return safetensors.torch
+def _bytes_of(memory: Tensor | None, nbytes: int) -> memoryview:
+    """The first bytes of memory that the caller keeps."""
+    if memory is None or not nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * nbytes).from_address(memory.data_ptr())).cast("B")
+
+
+def _copying(reference: weakref.ref[TrainingCheckpoints]) -> Callable[..., None]:
+    """A hook before each step of an optimizer, which keeps nothing alive."""
+
+    def before_step(*_: Any) -> None:
+        one = reference()
+        if one is not None:
+            one.copy_now()
+
+    return before_step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.attached import attach
 from penstock.torch.access import no_sync, synchronize
-from penstock.torch.checkpoints import Checkpoints
+from penstock.torch.checkpoints import checkpoint, resume
 from penstock.torch.clipping import GradScaler, clip_grad_norm_
 from penstock.torch.distribute import distribute
 from penstock.torch.elastic_sampling import ElasticSampler
@@ -22,19 +22,20 @@ from penstock.torch.release.of_job import Models
 from penstock.torch.sampling import sampler
 
 __all__ = [
-    "Checkpoints",
     "DiLoCo",
     "ElasticAveraging",
     "ElasticSampler",
     "GradScaler",
     "LocalSGD",
     "Newcomers",
+    "checkpoint",
     "clip_grad_norm_",
     "coordinator_of",
     "distribute",
     "explain",
     "join",
     "no_sync",
+    "resume",
     "sampler",
     "synchronize",
 ]

@@ -170,9 +170,9 @@ class Newcomers:
     In a job that is not elastic nobody comes, and `let_in` does nothing. To make one is collective, but at a newcomer.
 
     Args:
-        **states: By name what else is to be the same on all ranks: an `ElasticSampler`, schedulers, a `Checkpoints`, a
-            `GradScaler`, whatever has ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, strings, lists
-            and dictionaries of them.
+        **states: By name what else is to be the same on all ranks: an `ElasticSampler`, schedulers, a `GradScaler`,
+            whatever has ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, strings, lists and
+            dictionaries of them.
 
     Attributes:
         door: ``host:port`` for newcomers who come to this rank; None where nobody can come.

@@ -37,6 +37,7 @@ def split(
     seen: dict[tuple[Any, ...], str],
     *,
     copy: bool = True,
+    bring: bool = True,
 ) -> Any:
     """A state as JSON has it, with names of tensors in their places.
 
@@ -44,9 +45,10 @@ def split(
         caller: For messages.
         place: Of the state in the whole.
         value: The state.
-        tensors: Gets the tensors, in main memory, by their names.
+        tensors: Gets the tensors by their names.
         seen: By memory the name of the tensor there: one that is in several places is taken once.
         copy: Whether they are copies: something may change the state before they are used.
+        bring: Whether they are in main memory, and contiguous; otherwise they are as they are, and no copies.
 
     Raises:
         ConfigError: There is something that is no tensor, number, string, list or dictionary of them.
@@ -55,8 +57,7 @@ def split(
         memory = (value.data_ptr(), value.dtype, value.shape, value.stride())
         if memory not in seen or not value.numel():
             name = place if place not in tensors else f"{place}#{len(tensors)}"
-            here = value.detach().to("cpu")
-            tensors[name] = here.clone(memory_format=torch.contiguous_format) if copy else here.contiguous()
+            tensors[name] = _brought(value.detach(), copy=copy) if bring else value.detach()
             seen[memory] = name
         if not value.is_contiguous() and is_dense(value):
             return {"laid": [seen[memory], list(value.stride())]}
@@ -66,14 +67,21 @@ def split(
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         parts = enumerate(value)
-        return {kind: [split(caller, f"{place}/{index}", one, tensors, seen, copy=copy) for index, one in parts]}
+        how = {"copy": copy, "bring": bring}
+        return {kind: [split(caller, f"{place}/{index}", one, tensors, seen, **how) for index, one in parts]}
     if isinstance(value, Mapping) and all(isinstance(key, (int, str)) for key in value):
+        how = {"copy": copy, "bring": bring}
         items = value.items()
-        return {"dict": [[key, split(caller, f"{place}/{key}", one, tensors, seen, copy=copy)] for key, one in items]}
+        return {"dict": [[key, split(caller, f"{place}/{key}", one, tensors, seen, **how)] for key, one in items]}
     raise ConfigError(
         f"{caller}: {place} is a {type(value).__name__}, and only tensors, numbers, strings, lists and dictionaries "
         "of them are saved"
     )
+
+
+def _brought(tensor: Tensor, *, copy: bool) -> Tensor:
+    here = tensor.to("cpu")
+    return here.clone(memory_format=torch.contiguous_format) if copy else here.contiguous()
 
 
 def joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -24,7 +24,7 @@ from penstock.torch.schemes.error_feedback import Lossy
 from penstock.torch.updates.separable import optimizers_within
 from penstock.warning import warn
 
-__all__ = ["ENTRY", "attach", "check_optimizers", "detach", "forget", "refuse_momentum_of_nobody"]
+__all__ = ["ENTRY", "attach", "check_optimizers", "detach", "forget", "kept_by", "refuse_momentum_of_nobody"]
 
 ENTRY = "penstock"
 VERSION = 1
@@ -51,13 +51,33 @@ def attach(optimizers: Sequence[Optimizer], gathers: Sequence[Lossy[Any]], rank:
             )
         carried = _Carried(optimizer, gathers, rank, ranks)
         _saving[optimizer] = optimizer.register_state_dict_post_hook(carried.save)
+        _carrying[optimizer] = carried
         _in_job[optimizer] = [
             optimizer.register_load_state_dict_pre_hook(carried.load),
             optimizer.register_step_pre_hook(carried.before_step),
         ]
 
 
+def kept_by(given: Any) -> dict[str, Any] | None:
+    """What lossy layers keep for an optimizer's parameters, as its state_dict carries it; None if there are none.
+
+    Tensors are referred to, not copied: the next backward changes them. Not collective.
+
+    Args:
+        given: The optimizer, or what wraps it.
+    """
+    optimizer = optimizers_within(given)[-1]
+    carried = _carrying.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    if carried is None:
+        return None
+    state: dict[str, Any] = {}
+    carried.save(optimizer, state)
+    entry: dict[str, Any] = state[ENTRY]
+    return entry
+
+
 _saving: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+_carrying: weakref.WeakKeyDictionary[Optimizer, _Carried] = weakref.WeakKeyDictionary()
 _in_job: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
@@ -71,6 +91,7 @@ def detach(optimizers: Sequence[Optimizer]) -> None:
 def forget(optimizers: Sequence[Optimizer]) -> None:
     """What is kept does not belong to what the parameters are: no state_dict carries it any more."""
     for optimizer in optimizers:
+        _carrying.pop(optimizer, None)
         if (handle := _saving.pop(optimizer, None)) is not None:
             handle.remove()
 

@@ -73,6 +73,11 @@ class AsyncUpdates(BackwardUpdates):
         self._gradients.frozen_take_part = False
         self._gradients.moments.asynchronous.add(self._gradients.id)
 
+    @property
+    def keeps_here(self) -> bool:
+        """No: at every moment owners are at another step."""
+        return False
+
     # What is told to the owners
 
     def _proceed(self, *, in_advance: bool) -> list[Described]:

@@ -102,17 +102,21 @@ class BackwardUpdates(OwnerUpdates):
             raise self._too_late("no step was made")
         super().drop(adding=adding)
 
-    def _check_stepped(self, what: str) -> None:
-        """Refuse what must find all states as of one step."""
+    def check_between_steps(self, what: str) -> None:
+        """As `OwnerUpdates.check_between_steps`: owners update while backward runs.
+
+        Raises:
+            ConfigError: A backward has begun that no step has followed yet.
+        """
         if self._gradients.backwards != self._backward_used:
             raise self._too_late(what)
 
     def _before_reading(self) -> None:
-        self._check_stepped("the optimizer's state has been read")
+        self.check_between_steps("the optimizer's state has been read")
         super()._before_reading()
 
     def _before_loading(self) -> None:
-        self._check_stepped("another state of the optimizer has been loaded")
+        self.check_between_steps("another state of the optimizer has been loaded")
         super()._before_loading()
 
     def _give_up(self, flying: Sequence[Slot]) -> list[Slot]:

@@ -73,6 +73,14 @@ class KeptPieces(KeptBook):
             super().keep(piece.number, piece.nbytes, None if value is None else value[part], fields, updates)
         return False
 
+    def saved_here(self, tensor: int, state: int | None, into: Any) -> int | None:
+        """As `KeptBook.saved_here`."""
+        counts = [
+            super(KeptPieces, self).saved_here(piece.number, state, into[piece.begin : piece.begin + piece.nbytes])
+            for piece in self._pieces[tensor]
+        ]
+        return next((count for count in counts if count is not None), None)
+
     def saved(self, tensor: int, state: int | None, into: Any) -> int | None:
         """As `KeptBook.saved`."""
         counts = [

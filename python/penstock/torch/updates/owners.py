@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from penstock.torch.updates.patching import PatchedOptimizer, Trained, increment
 from penstock.torch.updates.separable import as_if_in_step
 from penstock.torch.updates.twins import described, twin_of
 
-__all__ = ["Agree", "OwnerUpdates", "check_kept"]
+__all__ = ["Agree", "KeptState", "OwnerUpdates", "as_torch_has_it", "check_kept"]
 
 
 def check_kept(
@@ -82,6 +82,32 @@ def check_kept(
             if start < end and begin < start + slot.nbytes:
                 raise refused(f"keeps one value for each parameter, and {name} and {other} share memory", layer)
         others.append((start, start + slot.nbytes, name))
+
+
+class KeptState(NamedTuple):
+    """One state that owners keep of one parameter, and what of it this worker keeps.
+
+    Attributes:
+        slot: The parameter.
+        index: Its number in the optimizer's state_dict.
+        number: The state's, among those of the optimizer.
+        name: As torch calls it.
+        initial: What it is before the first update.
+        ranges: The elements that this worker owns, in the order of the parameter's memory: where they begin, and end.
+    """
+
+    slot: Slot
+    index: int
+    number: int
+    name: str
+    initial: float
+    ranges: list[tuple[int, int]]
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Of the memory that ranges are of, by element."""
+        slot = self.slot
+        return torch.empty(slot.param.shape, dtype=slot.dtype, device="meta").stride() if slot.staged else slot.stride
 
 
 Agree = Callable[[str, Sequence[Described], float], tuple[Sequence[Described], float]]
@@ -552,15 +578,67 @@ class OwnerUpdates(PatchedOptimizer):
         twin = self._twin(slot)
         fields: dict[str, Any] = {}
         count, _ = self._saved(slot, None)
-        begins = isinstance(self.optimizer, torch.optim.Adagrad)  # with a state before the first update
         for number, name in enumerate(twin.states if count else ()):
             _, fields[name] = self._saved(slot, number)
-        if not count and begins:
+        if not count and self.begins_with_state:
             fields = {name: slot.empty().fill_(twin.initial) for name in twin.states}
-        if isinstance(self.optimizer, torch.optim.SGD) or not (count or begins):
-            return fields
-        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # as torch chooses
-        return {"step": torch.tensor(float(count), dtype=dtype, device="cpu"), **fields}
+        return as_torch_has_it(fields, count, counts=self.counts_steps, begins=self.begins_with_state)
+
+    @property
+    def begins_with_state(self) -> bool:
+        """Whether the optimizer has a state before the first update."""
+        return isinstance(self.optimizer, torch.optim.Adagrad)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the number of updates is part of its state."""
+        return not isinstance(self.optimizer, torch.optim.SGD)
+
+    # What one owner keeps
+
+    @property
+    def keeps_here(self) -> bool:
+        """Whether the workers keep the states, each as of the step that it has made."""
+        return self._book.is_here
+
+    def check_between_steps(self, what: str) -> None:
+        """Refuse what must find all states as of one step.
+
+        Args:
+            what: What it is, for the message.
+        """
+
+    def kept_here(self) -> list[KeptState]:
+        """The states of all parameters, and which part of each this worker keeps. Not collective.
+
+        Of the step that this worker has made: what it owns goes on with the next when it says the word.
+        """
+        self.finish_all()
+        self._check_groups()  # a parameter may be in another group by now
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        index_of = {id(param): index for index, param in enumerate(params)}
+        placed = self._gradients.landing.placement()
+        found = []
+        for slot in self._trained:
+            width = slot.dtype.itemsize
+            own = [one for one in placed[slot.index] if one.owner == self._gradients.rank]
+            ranges = [(one.offset_bytes // width, (one.offset_bytes + one.len_bytes) // width) for one in own]
+            twin = self._twin(slot)
+            for number, name in enumerate(twin.states):
+                found.append(KeptState(slot, index_of[id(slot.param)], number, name, twin.initial, ranges))
+        return found
+
+    def read_kept(self, state: KeptState, into: Tensor) -> int:
+        """Copy what this worker keeps of a state to its places. Not collective.
+
+        Args:
+            state: Which.
+            into: Bytes in main memory, as many as the parameter has; what is elsewhere in it, nobody knows.
+
+        Returns:
+            How often this worker has updated the parameter; 0: there is no such state, and nothing is copied.
+        """
+        return self._book.saved_here(state.slot.index, state.number, into) or 0
 
     def _saved(self, slot: Slot, state: int | None) -> tuple[int, Tensor]:
         """Of the value (None), or one of the states: how often it was updated, and a tensor like the parameter."""
@@ -600,6 +678,21 @@ class OwnerUpdates(PatchedOptimizer):
         if self._scales_by_itself is not None:
             self.optimizer._step_supports_amp_scaling = self._scales_by_itself  # type: ignore[attr-defined]
         super().release()
+
+
+def as_torch_has_it(fields: dict[str, Any], count: int, *, counts: bool, begins: bool) -> dict[str, Any]:
+    """A parameter's state as torch has it.
+
+    Args:
+        fields: The tensors that owners keep beside its value; none before the first update.
+        count: How often it was updated.
+        counts: Whether that is part of the state.
+        begins: Whether there is a state before the first update.
+    """
+    if not counts or not (count or begins):
+        return fields
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # as torch chooses
+    return {"step": torch.tensor(float(count), dtype=dtype, device="cpu"), **fields}
 
 
 def _state_of(slot: Slot) -> tuple[int, int, int]:
