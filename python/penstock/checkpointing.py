@@ -132,7 +132,6 @@ class CheckpointWriter:
         self.put_off: Callable[[], None] | None = None
         self._rank = rank
         self._caller = caller
-        self._begun = 0  # how many by all ranks, in this job
         self._under_way: _UnderWay | None = None
         self._thread: threading.Thread | None = None  # where some of it is written
         self._error: Exception | None = None
@@ -144,14 +143,15 @@ class CheckpointWriter:
         return {
             "calls": self.calls,
             "last": self.last,
-            "begun": self._begun,
+            "begun": job.current("checkpoint").checkpoints_begun,
             "known": [list(key) for key in self.known],
             "under_way": None if under_way is None else [list(under_way.key), under_way.shown, under_way.writers],
         }
 
     def go_on_from(self, standing: dict[str, Any]) -> None:
         """At a newcomer: count as the others do."""
-        self.calls, self.last, self._begun = standing["calls"], standing["last"], standing["begun"]
+        self.calls, self.last = standing["calls"], standing["last"]
+        job.current("checkpoint").checkpoints_begun = standing["begun"]
         self.known = [CheckpointKey(*key) for key in standing["known"]]
         if standing["under_way"] is not None:
             key, shown, writers = standing["under_way"]
@@ -207,39 +207,55 @@ class CheckpointWriter:
             return str(path)
 
         file, by = on_first(self._gathering, self._rank, self._caller, start)
-        self._begun += 1
         key = CheckpointKey(self.calls, by)
         self._under_way = _UnderWay(key, file, (by,), path if by == self._rank else None)
         return str(file)
 
     # A part by each rank
 
-    def claim(self, directory: Path) -> None:
+    def claim(self, directory: Path) -> list[int]:
         """See to it that there is such a directory, and that no other job writes there. Collective.
+
+        Returns:
+            Who is there to write, by the ranks that they began with: the same on all of them.
 
         Raises:
             ConfigError: There can be none, or one does. On all ranks.
         """
-        on_first(self._gathering, self._rank, self._caller, lambda: self._claim_here(directory))
+        while True:
+            by = self._gathering.first
+            told: dict[str, str] = {}
+            if by == self._rank:
+                try:
+                    self._claim_here(directory)
+                except (ConfigError, OSError) as error:
+                    told = {"error": str(error) if isinstance(error, ConfigError) else f"{self._caller}: {error}"}
+            blobs = self._gathering.all_gather(self._caller, json.dumps(told).encode())
+            if (said := blobs[by]) is not None:
+                break  # else an elastic job has lost it, and goes on
+        if "error" in json.loads(said):
+            raise ConfigError(json.loads(said)["error"], rank=by)
+        return [rank for rank, blob in enumerate(blobs) if blob is not None]
 
-    def begin_parts(self, directory: Path, stem: str, members: Sequence[int]) -> tuple[Path, CheckpointPart]:
-        """Begin the checkpoint of the number of calls so far, of which each member writes a part. None is under way.
+    def begin_parts(self, directory: Path, stem: str, writers: Sequence[int]) -> tuple[Path, CheckpointPart]:
+        """Begin the checkpoint of the number of calls so far, of which each writer has a part. None is under way.
 
         Args:
             directory: Where it goes.
             stem: What names begin with.
-            members: Who writes it, the same on all ranks.
+            writers: As `claim` says.
 
         Returns:
             What this rank is to write (`write`), and of which file.
         """
-        self._begun += 1
-        name = job.current("checkpoint").job_id.hex()[:8]
-        key = CheckpointKey(self.calls, members[0], f"{name}.{self._begun}")
-        part = CheckpointPart(key, [*members].index(self._rank), len(members))
+        running = job.current("checkpoint")
+        running.checkpoints_begun += 1
+        writing = f"{running.job_id.hex()[:8]}.{running.checkpoints_begun}"
+        key = CheckpointKey(self.calls, writers[0], writing)
+        part = CheckpointPart(key, [*writers].index(self._rank), len(writers))
         shown = directory / f"{stem}-{key.number:010d}-{key.writing}"
         file = shown.with_name(f"{shown.name}-{part.place}of{part.count}.safetensors")
-        self._under_way = _UnderWay(key, str(shown), tuple(members), file)
+        self._under_way = _UnderWay(key, str(shown), tuple(writers), file)
         return file, part
 
     def says(self, layout: int) -> None:

@@ -73,6 +73,8 @@ class Job:
         door: Where newcomers come to this rank, if it has opened one.
         visit: Of a newcomer: the door at which it came.
         checkpoints: By directory, the training's that are written there (`penstock.torch.checkpoints`).
+        checkpoints_begun: How many by all ranks, of whatever in this job.
+        steps_counted: Steps that these have counted, those before included; None: nobody counts.
         forget: Called when the job is over: it is not this process's any more.
     """
 
@@ -96,6 +98,8 @@ class Job:
     door: Doorway | None = None
     visit: Entrance | None = None
     checkpoints: dict[Path, object] = field(default_factory=dict, repr=False)
+    checkpoints_begun: int = 0
+    steps_counted: int | None = None
     forget: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property

@@ -57,8 +57,8 @@ FORMAT = "penstock checkpoint 2"
 LOCK_NAME = ".penstock-writer"
 """Of the file that the job locks which writes to a directory."""
 _BLOCK_BYTES = 1 << 20
-_UNFINISHED = re.compile(r"\.[A-Za-z]+-(\d{10})\D.*\.tmp")
-"""A part, or its manifest, that was being written; and its checkpoint's number."""
+_PARTS = re.compile(r"\.?[A-Za-z]+-(\d{10})(\D.*)?\.(safetensors|tmp)")
+"""Names of parts, and of what was to become one or its manifest; and the number of the checkpoint."""
 
 
 class CheckpointKey(NamedTuple):
@@ -250,10 +250,11 @@ def _let_go(
         # A newer one than the newest whole may be on its way; an older one is the rest of something that was given up.
         if one.key in doomed or (one.key not in stay and whole and one.key < whole[0]):
             _remove(one)
-    newest_number = whole[0].number if whole else 0
-    for path in directory.glob(".*.tmp"):
-        number = _UNFINISHED.fullmatch(path.name)
-        if number is not None and int(number[1]) < min(newest_number, own.number):
+    # What a writer has left that was killed before its manifest was there.
+    before = min(whole[0].number, own.number) if whole else 0
+    for path in directory.iterdir():
+        named = _PARTS.fullmatch(path.name)
+        if named is not None and int(named[1]) < before and not _manifest_of(path).exists():
             with suppress(OSError):
                 path.unlink()
 

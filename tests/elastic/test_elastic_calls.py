@@ -18,6 +18,7 @@ from job_processes import PATIENCE_S, barrier, die_in, run, run_well
 from torch import nn
 
 import penstock as ps
+from penstock import job
 from penstock.elastic_calls import GRADES, pieces
 from penstock.whole_files import newest
 
@@ -217,8 +218,7 @@ def trained(rank, size, directory, steps, deaths):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 5))
     model, optimizer = ps.distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    checkpoints = ps.Checkpoints(directory, model, optimizer, every=3)
-    begun = checkpoints.load()
+    begun = ps.resume(directory, model, optimizer)
     generator = torch.Generator().manual_seed(7)
     for step in range(steps):
         x = torch.randn(8, 20, generator=generator)
@@ -229,7 +229,8 @@ def trained(rank, size, directory, steps, deaths):
         nn.functional.mse_loss(model(x), x[:, :5]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        checkpoints.step()
+        ps.checkpoint(directory, every=3)
+    (checkpoints,) = job.current().checkpoints.values()
     last = checkpoints.finish()
     return begun, last, [parameter.detach().numpy().copy() for parameter in model.parameters()]
 
@@ -242,7 +243,7 @@ def stopped(rank, size, directory):
         replace = Path.replace
 
         def stop(path, target):
-            if f"{6:010d}.safetensors.{os.getpid()}" in path.name:  # on its way to its name
+            if f"-{6:010d}-" in path.name and path.name.endswith(f".{os.getpid()}.tmp"):  # on its way to its name
                 os.kill(os.getpid(), signal.SIGSTOP)
             return replace(path, target)
 
@@ -260,8 +261,8 @@ def test_who_was_given_up_and_writes_on_takes_no_checkpoint_back(tmp_path):
     outcomes = run(3, stopped, tmp_path, str(directory), ranks_min=2, **OPTIONS)
     assert isinstance(outcomes[0].error, ps.PeerLost), outcomes[0].error
     file, number = newest("load", directory)
-    assert (number, file.name) == (15, f"model-{15:010d}-by-1.safetensors")
-    assert [outcomes[rank].value for rank in (1, 2)] == [str(file)] * 2
+    assert number == 15 and file.name.endswith("-0of2.safetensors")
+    assert [outcomes[rank].value for rank in (1, 2)] == [str(file).removesuffix("-0of2.safetensors")] * 2
 
 
 def test_checkpoints_go_on_when_who_writes_them_is_lost(tmp_path):
@@ -271,7 +272,8 @@ def test_checkpoints_go_on_when_who_writes_them_is_lost(tmp_path):
     for rank in (2, 3):
         assert outcomes[rank].error is None, outcomes[rank].error
         values.append(outcomes[rank].value)
-    assert values[0][:2] == values[1][:2] == (0, values[0][1]) and values[0][1].endswith("15-by-2.safetensors")
+    assert values[0][:2] == values[1][:2] == (0, values[0][1]) and f"-{15:010d}-" in values[0][1]
+    assert newest("load", Path(directory))[0].name.endswith("-0of2.safetensors"), "written by both that are left"
     (tmp_path / "again").mkdir()
     for begun, _, parameters in run_well(2, trained, tmp_path / "again", directory, 16, {}, **OPTIONS):
         assert begun == 15

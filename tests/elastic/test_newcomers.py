@@ -14,7 +14,9 @@ from job_processes import OPTIONS as USUAL
 from torch import nn
 
 import penstock as ps
+from penstock import job
 from penstock.torch.newcomers import Telling
+from penstock.whole_files import newest
 
 SECRET = USUAL["secret"]
 OPTIONS = {"elastic": True, "peer_timeout_s": 5.0}
@@ -294,11 +296,13 @@ def test_collectives_are_of_newcomers_too(tmp_path):
 def checkpoints(rank, count, doors, directory):
     model = network()
     model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    saved = ps.Checkpoints(directory, model, optimizer, every=2)
-    newcomers = ps.Newcomers(saved=saved)
+    step = ps.resume(directory, model, optimizer)
+    newcomers = ps.Newcomers()
+    with pytest.raises(ps.ConfigError, match=r"call it before penstock\.Newcomers"):
+        ps.resume(f"{directory}-more", model, optimizer)
     if rank == 0:
         doors.put(newcomers.door)
-    files, step, last = [], saved.load(), STEPS_MAX
+    files, last = [], STEPS_MAX
     while step < last:
         newcomers.let_in()
         step += 1
@@ -306,8 +310,9 @@ def checkpoints(rank, count, doors, directory):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        files.append(saved.step())
+        files.append(ps.checkpoint(directory, every=2))
         last = next((entry.step + 7 for entry in ps.membership_log() if len(entry.members) == 3), STEPS_MAX)
+    (saved,) = job.current().checkpoints.values()
     return files[-7:], saved.finish()
 
 
@@ -317,6 +322,7 @@ def test_checkpoints_count_on_with_a_newcomer(tmp_path):
     values = run_well(2, checkpoints, tmp_path, Relay(doors), place, newcomers=1, doors=doors, **OPTIONS)
     assert values[0] == values[1] == values[2]
     assert sum(file is not None for file in values[0][0]) in (3, 4)
+    assert newest("load", place)[0].name.endswith("-0of3.safetensors"), "the newcomer writes its part"
 
 
 # What goes wrong

@@ -20,14 +20,13 @@ def train(update):
     model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Linear(300, 20))
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = ps.distribute(model, optimizer, update=update)
-    checkpoints = ps.Checkpoints("checkpoints", model, optimizer, every=1)
+    ps.resume("checkpoints", model, optimizer)
     for number in itertools.count():
         model(torch.ones(1, 100)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         if number == 0:
-            checkpoints.step()
-            checkpoints.finish()
+            ps.checkpoint("checkpoints", wait=True)
         yield
 
 

@@ -132,6 +132,9 @@ class TrainingState:
         trees, beside = self._take_states(copy=first)
         buffers = {}
         if put_off and first:
+            for distributed in self._distributed():
+                if distributed.buffers is not None and not distributed.buffers.source:
+                    distributed.buffers.finish()  # they come from a rank that is lost by now
             named = self._model.named_buffers(remove_duplicate=False)
             buffers = {f"model/{name}": buffer.detach().to("cpu", copy=True) for name, buffer in named}
         groups = [[snapshot(group) for group in optimizer.param_groups] for optimizer in self.optimizers]

@@ -218,11 +218,11 @@ class TrainingCheckpoints:
             return self._writer.calls
         self._writer.finish()
         found = read_newest(_READS, self._running, self._directory)
-        if found is None:
-            return 0
-        self.state.load(found)
-        self._writer.has_loaded(found.shown, found.number, found.known)
-        return found.number
+        if found is not None:
+            self.state.load(found)
+            self._writer.has_loaded(found.shown, found.number, found.known)
+        self._running.steps_counted = self._writer.calls
+        return self._writer.calls
 
     def step(self, every: int, keep: int, *, wait: bool = False) -> str | None:
         """See `checkpoint`."""
@@ -233,10 +233,11 @@ class TrainingCheckpoints:
             writer.claim(self._directory)
             self._has_claimed = True
         shown = None
-        if writer.is_due(every):
+        is_due = writer.is_due(every)
+        self._running.steps_counted = writer.calls
+        if is_due:
             writer.finish(for_next=True)
-            writer.claim(self._directory)  # in an elastic job another rank may be the first by now
-            shown = self._begin(keep)
+            shown = self._begin(writer.claim(self._directory), keep)
         if wait:
             writer.finish()
         return shown
@@ -256,8 +257,9 @@ class TrainingCheckpoints:
 
     # Writing
 
-    def _begin(self, keep: int) -> str:
-        file, part = self._writer.begin_parts(self._directory, STEM, self._running.members)
+    def _begin(self, writers: Sequence[int], keep: int) -> str:
+        """Begin a checkpoint; in an elastic job who is lost by now, and still counts as a member, is no writer."""
+        file, part = self._writer.begin_parts(self._directory, STEM, writers)
         try:
             taken = self.state.take(first=part.place == 0)
         except ConfigError as error:
@@ -373,7 +375,7 @@ def _bytes_of(memory: Tensor | None, nbytes: int) -> memoryview:
     """The first bytes of memory that the caller keeps."""
     if memory is None or not nbytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(memory.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * nbytes).from_address(memory.data_ptr()))
 
 
 def _copying(reference: weakref.ref[TrainingCheckpoints]) -> Callable[..., None]:

@@ -240,6 +240,7 @@ class ElasticSampler(Sampler[list[int]]):
         for name, number in (("batch_size", batch_size), ("batches_per_step", batches_per_step)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"penstock.ElasticSampler: {name} is {number!r}; it must be a whole number from 1")
+        self._running = running
         self._membership = running.membership
         self._lacks_state = running.membership is not None and running.membership.has_just_come
         self._rank = running.rank
@@ -284,7 +285,7 @@ class ElasticSampler(Sampler[list[int]]):
         order, self._given = self._order() if self._given is None else self._given, None
         if order:  # of a pass that was over already nothing is dealt
             order, self._more = [*order, *self._more], []
-        made = 0 if self._membership is None else self._membership.steps
+        made = self._made() or 0
 
         def step_of(number: int) -> int:
             return made + 1 + number // self._batches_per_step
@@ -305,6 +306,10 @@ class ElasticSampler(Sampler[list[int]]):
                 return
             yield batches[self._rank if self._membership is None else self._membership.own]
 
+    def _made(self) -> int | None:
+        """How many steps the program has made; None where nobody counts them."""
+        return self._running.steps_counted if self._membership is None else self._membership.steps
+
     def _log(self) -> list[MembershipEpoch]:
         return [self._all] if self._membership is None else self._membership.log()
 
@@ -318,14 +323,15 @@ class ElasticSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: its number, and the samples that are in no step that was made. The same on all ranks.
 
-        Of a pass that has yet to begin, those of the last one that are to come in it. A job that is not elastic counts
-        no steps: samples that were read ahead count as used.
+        Of a pass that has yet to begin, those of the last one that are to come in it. Steps are counted in elastic
+        jobs, and by `penstock.checkpoint` from `penstock.resume` on. Where nobody counts them, samples that were read
+        ahead count as used.
         """
-        made = None if self._membership is None else self._membership.steps
+        made = self._made()
         unused, more = self._given, self._more
         if self._deal is not None and self._deals_epoch == self._epoch:
             unused = self._deal.unused(made, self._log())
-        elif self._deal is not None and made is not None:
+        elif self._deal is not None and self._membership is not None and made is not None:
             more = [*more, *self._deal.dealt_in_vain(made, self._log())]
         return {"epoch": self._epoch, "unused": unused, "more": more}
 
