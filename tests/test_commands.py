@@ -251,6 +251,13 @@ TABLE = {
     "python -m benchmarks.allreduce --mbit 1000 --hosts 4 --megabytes 53": Run(
         FEW_SUMS, clusters=True, needs=("iperf3",), long=True, status=JUDGED
     ),
+    "python -m benchmarks.checkpoint": NAMED,
+    "python -m benchmarks.checkpoint [--json-lines docs/benchmarks/checkpoint.jsonl]": Run(
+        "--workers 2 --compute-s 0.01 --every 3 --blocks 1", long=True, status=JUDGED
+    ),
+    "python -m benchmarks.checkpoint --mbit 1000": Run(
+        "--workers 2 --compute-s 0.01 --every 3 --blocks 1", clusters=True, long=True, status=JUDGED
+    ),
     "python -m benchmarks.cifar10_curve": NAMED,
     "python -m benchmarks.cifar10_curve --data DIR": Run("--epochs 1 --runs 2 1", put=IMAGES, long=True),
     "python -m benchmarks.cifar10_curve --draw": Run(),

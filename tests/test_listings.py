@@ -89,11 +89,23 @@ assert seen_by_all == 64 and 0.0 < accuracy < 1.0 and right[1] == 64
 def test_updates_at_the_owners(size, tmp_path):
     start = "import penstock as ps\nps.init()\nbatches = [(x[i::4], dataset.tensors[1][i::4]) for i in range(4)]\n"
     checks = 'assert len(state["state"]) == 6 and float(state["state"][0]["step"]) == 4\n'
-    training, periodic = listings("docs/servers.md", '# Updates at the owners: `update="servers"`')
-    steps = "steps = 100\n"
-    checks_periodic = 'assert checkpoints.finish() == "checkpoints/model-0000000100.safetensors"\n'
-    parts = (training, checks, steps, periodic, checks_periodic, SAME_EVERYWHERE)
-    run(size, tmp_path, GIVEN, start, *parts)
+    (training,) = listings("docs/servers.md", '# Updates at the owners: `update="servers"`')
+    run(size, tmp_path, GIVEN, start, training, checks, SAME_EVERYWHERE)
+
+
+def test_checkpoints(size, tmp_path):
+    given = "y, steps = dataset.tensors[1], 100\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)\n"
+    training, samples = listings("docs/checkpoints.md", "# Checkpoints: `ps.checkpoint`, `ps.resume`")
+    written = """
+import pathlib
+ps.checkpoint("checkpoints", every=1000, wait=True)
+assert first == 0 and {one.name.split("-")[1] for one in pathlib.Path("checkpoints").glob("model-*")} == {
+    "0000000050", "0000000100"
+}
+assert ps.resume("checkpoints", model, optimizer, scheduler=scheduler, progress=progress) == 100
+"""
+    samples = samples.replace("...", STEP)
+    run(size, tmp_path, GIVEN, given, training, written, samples, SAME_EVERYWHERE)
 
 
 def test_asynchronous_training(size, tmp_path):

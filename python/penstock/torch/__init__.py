@@ -12,7 +12,11 @@ elastic_sampling  the same where ranks may be lost
 newcomers         where new workers come in, and what they are told
 state_tree        what objects have of state, taken apart
 clipping      what is done to gradients before a step
-checkpoints   of a training, written while it goes on
+checkpoints   of a training, written by all ranks while it goes on
+checkpoint_content  what they are of
+checkpoint_shares   what each rank writes of it, and how parts become one again
+checkpoint_reading  how one is found and read
+random_states       where a rank's random numbers go on
 model         layers and parameters, patches
 reads         who reads which parameter
 gradients     gradients in, averages back

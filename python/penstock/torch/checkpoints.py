@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock import job
+from penstock.attached import Attached, attach
 from penstock.checkpointing import CheckpointWriter
 from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.torch.checkpoint_content import TakenAtOnce, TrainingContent, TrainingState
@@ -30,6 +31,7 @@ from penstock.torch.runtime.accelerator import Accelerator, look, pinned_memory,
 from penstock.whole_files import CheckpointPart, add_part
 
 if TYPE_CHECKING:
+    from penstock._native import Engine
     from penstock.job import Job
 
 __all__ = ["TrainingCheckpoints", "checkpoint", "resume"]
@@ -83,10 +85,14 @@ def resume(directory: str | os.PathLike[str], model: nn.Module, optimizer: Any =
     """
     running = job.current("resume")
     place = Path(directory).resolve()
-    one = running.checkpoints.get(place)
-    if not (isinstance(one, TrainingCheckpoints) and one.state.is_of(model, optimizer, states)):
-        state = TrainingState(running, model, optimizer, states)
-        running.checkpoints[place] = one = TrainingCheckpoints(running, place, state)
+    before = running.checkpoints.get(place)
+    if isinstance(before, TrainingCheckpoints):
+        before.finish()
+        if before.state.is_of(model, optimizer, states):
+            return before.load()
+        before.let_go(running.engine)
+    state = TrainingState(running, model, optimizer, states)
+    running.checkpoints[place] = one = TrainingCheckpoints(running, place, state)
     return one.load()
 
 
@@ -162,10 +168,17 @@ class TrainingCheckpoints:
         self._memory: Tensor | None = None  # of this rank's share
         self._scratch: Tensor | None = None
         self._be_told()
-        if running.world_size > 1:  # alone nothing is put off
-            for one in state.optimizers:
-                if isinstance(one, Optimizer):
-                    one.register_step_pre_hook(_copying(weakref.ref(self)))
+        hook = _copying(weakref.ref(self))
+        optimizers = state.optimizers if running.world_size > 1 else ()  # alone nothing is put off
+        self._handles = [one.register_step_pre_hook(hook) for one in optimizers if isinstance(one, Optimizer)]
+        _alive.add(self)
+
+    def let_go(self, engine: Engine) -> None:
+        """If it is of this job: nothing of it stays on the optimizers."""
+        if engine is self._running.engine:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
 
     # Members
 
@@ -364,6 +377,21 @@ class TrainingCheckpoints:
 def _memory(nbytes: int) -> Tensor:
     with torch.inference_mode(False):  # whoever asks: it is written in any mode
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+_alive: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
+
+
+class _AllTrainings(Attached):
+    """Those that have checkpoints."""
+
+    def let_go(self, engine: Engine) -> None:
+        """Their optimizers are the program's own again."""
+        for one in [*_alive]:
+            one.let_go(engine)
+
+
+attach(_AllTrainings())
 
 
 def _is_own(error: PenstockError) -> bool:
