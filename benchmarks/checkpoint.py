@@ -41,13 +41,13 @@ SHARE_TARGET = 0.01
 NEVER = 1 << 40
 
 
-def work(kind: str, rank: int, size: int, directory: str, compute_s: float, every: int, blocks: int, seed: int) -> None:
+def work(kind: Any, rank: int, size: int, directory: str, compute_s: float, every: int, blocks: int, seed: int) -> None:
     """One worker, whose optimizer is updated by the workers or their owners: prints one JSON object."""
     torch.set_num_threads(1)
     ps.init(rank=rank, world_size=size, rendezvous=f"file://{directory}/meet", operation_timeout_s=LIMIT_S)
     model: Any = build(NETWORKS["resnet50"](), compute_s, seed=seed)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    model, optimizer = ps.distribute(model, optimizer, update=kind)  # type: ignore[arg-type]
+    model, optimizer = ps.distribute(model, optimizer, update=kind)
     place = Path(directory) / "checkpoints"
     ps.resume(place, model, optimizer)
     made = 0

@@ -300,10 +300,10 @@ class CheckpointWriter:
             ConfigError: It could not be written. On all ranks.
             Timeout: It took too long. On all ranks; it is still under way.
         """
+        self.copy_now()
         under_way = self._under_way
         if under_way is None:
             return self.last
-        self.copy_now()
         blobs = self._gathering.all_gather(self._caller, json.dumps(self._outcome(under_way)).encode())
         told = {rank: json.loads(blobs[rank] or "null") for rank in under_way.writers}
         for rank, said in told.items():
@@ -376,7 +376,7 @@ class CheckpointWriter:
     def said(self) -> str | None:
         """Which is the last one, as far as it is known here; none if there is none."""
         last, thread = self.last, self._thread
-        under_way = None if self._under_way is None else self._under_way.shown
+        under_way = None if self._under_way is None or self.put_off is not None else self._under_way.shown
         alone = self._under_way is not None and self._under_way.writers == (self._rank,)
         if alone and thread is not None and not thread.is_alive() and self._error is None:
             last, under_way = under_way, None

@@ -508,7 +508,7 @@ class KVStore:
         self._files.checkpoints.check(every, keep)
         if not self._files.checkpoints.is_due(every):
             return None
-        self._files.checkpoints.finish()
+        self._files.checkpoints.finish(for_next=True)
         return self._files.begin_checkpoint(caller, Path(directory), self.state_dict(), keep)
 
     def finish_checkpoint(self) -> str | None:

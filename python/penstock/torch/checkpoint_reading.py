@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "FoundCheckpoint", "read_newest", "shown"]
 
+BLOCK_BYTES = 64 << 20
+"""Of a part, so much at a time is brought to all."""
 FORMAT = "penstock training 1"
 """Of what a part says."""
 
@@ -178,8 +180,9 @@ class _Reading:
                         data = torch.frombuffer(read.data, dtype=torch.uint8)
                 except (OSError, ValueError) as error:
                     problem = f"checkpoint {manifest.file.name} is torn ({error})"
-            if nbytes and len(search.ranks) > 1:
-                collectives.broadcast(data, root=self._running.members.index(reader))
+            for begin in range(0, nbytes if len(search.ranks) > 1 else 0, BLOCK_BYTES):
+                block = data[begin : begin + BLOCK_BYTES]
+                collectives.broadcast(block, root=self._running.members.index(reader))
             try:
                 whole.take(head["pieces"], head["places"], data)
                 own.take(head, data, place, len(chosen.parts))

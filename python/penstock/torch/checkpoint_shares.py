@@ -164,14 +164,16 @@ class PartDraft:
         return self._memory[begin : begin + count * _dtype(dtype).itemsize]
 
     @torch.no_grad()
-    def copy(self) -> None:
+    def copy(self, *, non_blocking: bool = False) -> None:
         """Copy all that has sources, and let go of these.
 
-        What is on an accelerator is there once the calling thread's stream has come so far.
+        Args:
+            non_blocking: Whether what is on an accelerator may come later: when the calling thread's stream has come so
+                far. The memory is pinned then.
         """
         for key, (dtype, source, count) in [*self._sources.items()]:
             if source is not None:
-                self.place_of(key).view(_dtype(dtype)).copy_(source, non_blocking=True)
+                self.place_of(key).view(_dtype(dtype)).copy_(source, non_blocking=non_blocking)
                 self._sources[key] = (dtype, None, count)
 
     def writer(self, data: memoryview, said: Mapping[str, Any]) -> TensorFileWriter:

@@ -167,6 +167,7 @@ class TrainingCheckpoints:
         self._has_claimed = False
         self._memory: Tensor | None = None  # of this rank's share
         self._scratch: Tensor | None = None
+        self._copies_in_streams = state.device is not None and supports(state.device)
         self._be_told()
         hook = _copying(weakref.ref(self))
         optimizers = state.optimizers if running.world_size > 1 else ()  # alone nothing is put off
@@ -275,10 +276,10 @@ class TrainingCheckpoints:
         file, part = self._writer.begin_parts(self._directory, STEM, writers)
         try:
             taken = self.state.take(first=part.place == 0)
-        except ConfigError as error:
-            if self._running.engine.has_failed:
+        except Exception as error:
+            self._writer.fail(error)  # or the others would take it for whole
+            if not isinstance(error, ConfigError):
                 raise
-            self._writer.fail(error)
         else:
             copy = partial(self._copy, taken, file, part, keep)
             if taken.put_off:
@@ -297,7 +298,7 @@ class TrainingCheckpoints:
             self._writer.fail(error)
             return
         device, memory = self.state.device, self._memory
-        event = None if device is None or not supports(device) else Accelerator(device).mark()
+        event = Accelerator(device).mark() if device is not None and self._copies_in_streams else None
         whole, nbytes, known = part._replace(layout=layout), draft.nbytes, tuple(self._writer.known)
         self._writer.says(layout)
 
@@ -342,7 +343,7 @@ class TrainingCheckpoints:
             for name, (_, kept) in content.kept.items()
         }
         self._memory = draft.take_memory(self._make_memory)
-        draft.copy()
+        draft.copy(non_blocking=self._copies_in_streams)
         said["updates"] = self._copy_kept(content, keys, draft)
         return draft, said, layout
 
@@ -368,10 +369,7 @@ class TrainingCheckpoints:
         return updates
 
     def _make_memory(self, nbytes: int) -> Tensor:
-        device = self.state.device
-        if device is not None and supports(device):
-            return pinned_memory(nbytes)
-        return _memory(nbytes)
+        return pinned_memory(nbytes) if self._copies_in_streams else _memory(nbytes)
 
 
 def _memory(nbytes: int) -> Tensor:
