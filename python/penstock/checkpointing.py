@@ -94,14 +94,14 @@ class _UnderWay(NamedTuple):
         key: Which it is.
         shown: Its name, for messages: a file, or what the names of several begin with.
         writers: Who writes it, by the ranks that they began with.
-        file: What this rank writes of it, if it does.
+        files: What this rank writes of it, if it does; at the first what servers write, too.
         layout: As this rank has said it in its part.
     """
 
     key: CheckpointKey
     shown: str
     writers: tuple[int, ...]
-    file: Path | None = None
+    files: tuple[Path, ...] = ()
     layout: int = 0
 
 
@@ -120,6 +120,8 @@ class CheckpointWriter:
         calls: How often it was asked for one, those before included if the program went on from one.
         known: Those that this rank knows to be whole, wherever their parts lie.
         put_off: Copies what is to be written, where that has been put off to a better moment.
+        ask_servers: At the first rank, asks servers apart that write parts what became of these (`outcome`), and waits
+            for so long; None: they write none.
     """
 
     def __init__(self, engine: Engine, gathering: Gathering, rank: int, caller: str, limit_s: float) -> None:
@@ -130,6 +132,7 @@ class CheckpointWriter:
         self.calls = 0
         self.known: list[CheckpointKey] = []
         self.put_off: Callable[[], None] | None = None
+        self.ask_servers: Callable[[float], Sequence[dict[str, Any]]] | None = None
         self._rank = rank
         self._caller = caller
         self._under_way: _UnderWay | None = None
@@ -208,42 +211,51 @@ class CheckpointWriter:
 
         file, by = on_first(self._gathering, self._rank, self._caller, start)
         key = CheckpointKey(self.calls, by)
-        self._under_way = _UnderWay(key, file, (by,), path if by == self._rank else None)
+        self._under_way = _UnderWay(key, file, (by,), (path,) if by == self._rank else ())
         return str(file)
 
     # A part by each rank
 
-    def claim(self, directory: Path) -> list[int]:
+    def claim(self, directory: Path, ask: Callable[[], bool] | None = None) -> tuple[list[int], bool]:
         """See to it that there is such a directory, and that no other job writes there. Collective.
 
+        Args:
+            directory: Which.
+            ask: What the first rank finds out besides.
+
         Returns:
-            Who is there to write, by the ranks that they began with: the same on all of them.
+            Who is there to write, by the ranks that they began with: the same on all of them. And what was found out.
 
         Raises:
             ConfigError: There can be none, or one does. On all ranks.
         """
         while True:
             by = self._gathering.first
-            told: dict[str, str] = {}
+            told: dict[str, Any] = {}
             if by == self._rank:
                 try:
                     self._claim_here(directory)
+                    told = {"found": ask is not None and ask()}
                 except (ConfigError, OSError) as error:
                     told = {"error": str(error) if isinstance(error, ConfigError) else f"{self._caller}: {error}"}
             blobs = self._gathering.all_gather(self._caller, json.dumps(told).encode())
             if (said := blobs[by]) is not None:
                 break  # else an elastic job has lost it, and goes on
-        if "error" in json.loads(said):
-            raise ConfigError(json.loads(said)["error"], rank=by)
-        return [rank for rank, blob in enumerate(blobs) if blob is not None]
+        found: dict[str, Any] = json.loads(said)
+        if "error" in found:
+            raise ConfigError(found["error"], rank=by)
+        return [rank for rank, blob in enumerate(blobs) if blob is not None], found["found"]
 
-    def begin_parts(self, directory: Path, stem: str, writers: Sequence[int]) -> tuple[Path, CheckpointPart]:
+    def begin_parts(
+        self, directory: Path, stem: str, writers: Sequence[int], servers: int = 0
+    ) -> tuple[Path, CheckpointPart]:
         """Begin the checkpoint of the number of calls so far, of which each writer has a part. None is under way.
 
         Args:
             directory: Where it goes.
             stem: What names begin with.
             writers: As `claim` says.
+            servers: How many servers apart write one, too.
 
         Returns:
             What this rank is to write (`write`), and of which file.
@@ -252,11 +264,12 @@ class CheckpointWriter:
         running.checkpoints_begun += 1
         writing = f"{running.job_id.hex()[:8]}.{running.checkpoints_begun}"
         key = CheckpointKey(self.calls, writers[0], writing)
-        part = CheckpointPart(key, [*writers].index(self._rank), len(writers))
+        part = CheckpointPart(key, [*writers].index(self._rank), len(writers) + servers)
         shown = directory / f"{stem}-{key.number:010d}-{key.writing}"
-        file = shown.with_name(f"{shown.name}-{part.place}of{part.count}.safetensors")
-        self._under_way = _UnderWay(key, str(shown), tuple(writers), file)
-        return file, part
+        files = [shown.with_name(f"{shown.name}-{place}of{part.count}.safetensors") for place in range(part.count)]
+        of_servers = files[len(writers) :] if part.place == 0 else []
+        self._under_way = _UnderWay(key, str(shown), tuple(writers), (files[part.place], *of_servers))
+        return files[part.place], part
 
     def says(self, layout: int) -> None:
         """What this rank says in its part that all parts must have alike."""
@@ -306,15 +319,13 @@ class CheckpointWriter:
             return self.last
         blobs = self._gathering.all_gather(self._caller, json.dumps(self._outcome(under_way)).encode())
         told = {rank: json.loads(blobs[rank] or "null") for rank in under_way.writers}
+        for said in [*told.values()]:
+            told.update(
+                (len(under_way.writers) + number, one) for number, one in enumerate((said or {}).get("more", ()))
+            )
         for rank, said in told.items():
             if said is not None and "late_s" in said:
-                raise Timeout(
-                    f"{self._caller}: rank {rank}: {under_way.shown} is not on the disk after {said['late_s']:g} s "
-                    f"(of operation_timeout_s={self._limit_s:g}). See what keeps its disk; to write less often, raise "
-                    "every",
-                    rank=rank,
-                    step=under_way.key.number,
-                )
+                raise self._late(under_way, rank, said["late_s"])
         self._under_way, self._thread = None, None
         layouts = {rank: said["layout"] for rank, said in told.items() if said is not None and "layout" in said}
         for rank, said in told.items():
@@ -325,8 +336,8 @@ class CheckpointWriter:
                     "objects on all ranks"
                 )
             if why is not None:
-                if under_way.file is not None:
-                    discard_part(under_way.file)
+                for file in under_way.files:
+                    discard_part(file)
                 self._error = None
                 raise self._failed(under_way, rank, why)
         if any(said is None for said in told.values()):
@@ -360,11 +371,7 @@ class CheckpointWriter:
         if thread is not None:
             thread.join(limit_s)
             if thread.is_alive():
-                raise Timeout(
-                    f"{self._caller}: rank {self._rank}: {under_way.shown} is not on the disk after {limit_s:g} s",
-                    rank=self._rank,
-                    step=under_way.key.number,
-                )
+                raise self._late(under_way, self._rank, limit_s)
         error, self._error = self._error, None
         if error is not None:
             self._under_way = None
@@ -396,7 +403,15 @@ class CheckpointWriter:
         if in_order:
             self.copy_now()
         self.put_off = None
+        under_way, ask = self._under_way, self.ask_servers if in_order else None
         self.join(limit_s)
+        if under_way is None or ask is None:
+            return
+        for number, said in enumerate(ask(limit_s), start=len(under_way.writers)):
+            if "late_s" in said:
+                raise self._late(under_way, number, said["late_s"])
+            if "error" in said:
+                raise self._failed(under_way, number, said["error"])
 
     def _claim_here(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -417,18 +432,34 @@ class CheckpointWriter:
                 return {"late_s": time.monotonic() - began_s}
         if self._error is not None:
             return {"error": str(self._error)}
-        return {"layout": under_way.layout, "waited_s": time.monotonic() - began_s}
+        left_s = max(0.0, WAIT_SHARE * self._limit_s - (time.monotonic() - began_s))
+        more = [] if self.ask_servers is None else list(self.ask_servers(left_s))
+        return {"layout": under_way.layout, "waited_s": time.monotonic() - began_s, "more": more}
 
     def _is_whole(self, under_way: _UnderWay) -> None:
         self.last = under_way.shown
         self.known = [*self.known, under_way.key][-KNOWN_MAX:]
 
     def _failed(self, under_way: _UnderWay, rank: int, why: str) -> ConfigError:
+        who = self._who(under_way, rank)
         return ConfigError(
-            f"{self._caller}: {under_way.shown} was not written: rank {rank}: {why}. {self._before()}",
+            f"{self._caller}: {under_way.shown} was not written: {who}: {why}. {self._before()}",
             rank=rank,
             step=under_way.key.number,
         )
+
+    def _late(self, under_way: _UnderWay, rank: int, late_s: float) -> Timeout:
+        who = self._who(under_way, rank)
+        return Timeout(
+            f"{self._caller}: {who}: {under_way.shown} is not on the disk after {late_s:.3g} s (of "
+            f"operation_timeout_s={self._limit_s:g}). See what keeps its disk; to write less often, raise every",
+            rank=rank,
+            step=under_way.key.number,
+        )
+
+    def _who(self, under_way: _UnderWay, rank: int) -> str:
+        """Servers come behind the workers, all of whom write where there are some."""
+        return f"rank {rank}" if rank in under_way.writers else f"server {rank - len(under_way.writers)}"
 
     def _before(self) -> str:
         if self.last is None:

@@ -19,11 +19,14 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from penstock.buffers import view
 from penstock.errors import ConfigError, ProtocolError
 from penstock.optimizers import Described, twin
+from penstock.server_parts import SERVED, ServedState
+from penstock.whole_files import CheckpointKey, CheckpointPart, WriterLock
 
 if TYPE_CHECKING:
     from penstock._native import Call, Engine
@@ -36,12 +39,15 @@ __all__ = [
     "Keep",
     "Message",
     "OrderUpdates",
+    "PartWritten",
     "Proceed",
     "Saved",
+    "SeesDirectory",
     "ServeBook",
     "Servers",
     "SetPriorities",
     "Squares",
+    "WritePart",
     "decode",
     "encode",
     "keep",
@@ -293,6 +299,73 @@ class CountLate(Message):
 
 
 @dataclass(frozen=True)
+class SeesDirectory(Message):
+    """Say whether a directory can be seen to which this job writes checkpoints.
+
+    Attributes:
+        directory: Its name.
+        job: The job's.
+    """
+
+    directory: str
+    job: str
+
+    def carry_out(self, engine: Engine) -> bool:
+        """Look."""
+        return WriterLock.is_of(Path(self.directory), self.job)
+
+
+@dataclass(frozen=True)
+class WritePart(Message):
+    """Write what is kept here to a part of a checkpoint. Nobody waits until it is carried out; see `PartWritten`.
+
+    Attributes:
+        stem: What names of its files begin with.
+        key: Which checkpoint it is, as `CheckpointKey`.
+        place: Of server 0's part.
+        count: How many parts there are.
+        layout: As `CheckpointPart` has it.
+        keep: How many checkpoints stay.
+        known: The keys of those that are known to be whole.
+        states: All that servers keep, as `ServedState`.
+        said: What the part says, besides what it has.
+    """
+
+    stem: str
+    key: Sequence[Any]
+    place: int
+    count: int
+    layout: int
+    keep: int
+    known: Sequence[Sequence[Any]]
+    states: Sequence[Sequence[Any]]
+    said: dict[str, Any]
+    awaited: ClassVar[bool] = False
+
+    def carry_out(self, engine: Engine) -> None:
+        """Copy it, and begin to write it."""
+        part = CheckpointPart(CheckpointKey(*self.key), self.place, self.count, self.layout)
+        known = [CheckpointKey(*one) for one in self.known]
+        states = [ServedState(*one) for one in self.states]
+        SERVED.begin(engine, self.stem, part, self.keep, known, states, self.said)
+
+
+@dataclass(frozen=True)
+class PartWritten(Message):
+    """Say what became of the last part.
+
+    Attributes:
+        limit_s: How long to wait until it is on the disk.
+    """
+
+    limit_s: float
+
+    def carry_out(self, engine: Engine) -> dict[str, Any]:
+        """Wait, and say it."""
+        return SERVED.outcome(self.limit_s)
+
+
+@dataclass(frozen=True)
 class EndServing(Message):
     """The job ends in order: no message follows."""
 
@@ -302,7 +375,10 @@ class EndServing(Message):
 
 _MESSAGES: dict[str, type[Message]] = {
     one.__name__: one
-    for one in (ServeBook, SetPriorities, Proceed, OrderUpdates, Squares, Keep, Saved, CountLate, EndServing)
+    for one in (
+        *(ServeBook, SetPriorities, Proceed, OrderUpdates, Squares, Keep, Saved, CountLate),
+        *(SeesDirectory, WritePart, PartWritten, EndServing),
+    )
 }
 
 

@@ -37,9 +37,18 @@ class KeptBook:
         self._engine, self._servers, self._rank, self._number = engine, servers, rank, number
 
     @property
+    def number(self) -> int:
+        """The book's."""
+        return self._number
+
+    @property
     def is_here(self) -> bool:
         """Whether the workers own it themselves."""
         return not self._servers.ranks
+
+    def tensors_of(self, tensor: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """The book's tensors that are one of the program's: number, bytes of the whole before it, its own bytes."""
+        return [(tensor, 0, nbytes)]
 
     def proceed(
         self,

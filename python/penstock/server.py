@@ -14,6 +14,7 @@ from penstock import job, launchers
 from penstock.account import Report
 from penstock.control import Channel, EndServing
 from penstock.errors import ConfigError, PenstockError
+from penstock.server_parts import SERVED
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,6 +48,7 @@ def serve(**options: Unpack[OptionArguments]) -> Report:
     running = job.start_server(launch)
     try:
         channel = Channel(running.engine, launch.options.engine_rank, running.world_size, launch.options.servers)
+        SERVED.serve(launch.options.engine_rank, running.rank)
         _log.info("server %d of %d serves %d workers", running.rank, launch.options.servers, running.world_size)
         message = channel.next()
         while not isinstance(message, EndServing):

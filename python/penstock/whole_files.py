@@ -392,6 +392,14 @@ class WriterLock:
         os.pwrite(file, f"{self._job} process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
         self._file = file
 
+    @staticmethod
+    def is_of(directory: Path, job: str) -> bool:
+        """Whether it can be seen here that this job writes to this directory."""
+        try:
+            return (directory / LOCK_NAME).read_text(encoding="utf-8").partition(" ")[0] == job
+        except (OSError, ValueError):
+            return False
+
     def release(self) -> None:
         """Another job may write there."""
         file, self._file = self._file, None

@@ -635,4 +635,8 @@ def test_a_run_goes_on_with_another_number_of_servers(tmp_path):
 
     whole = trained_by(1, 6, tmp_path / "whole")
     assert trained_by(2, 4, tmp_path / "parts")[0] == "0"
+    parts = {
+        one.name.rpartition("-")[2].partition(".")[0] for one in (tmp_path / "parts" / "checkpoints").glob("model-*")
+    }
+    assert parts == {f"{place}of4" for place in range(4)}, "servers write what they keep"
     assert trained_by(0, 6, tmp_path / "parts") == ("4", whole[1])

@@ -89,6 +89,7 @@ class TrainingState:
     Attributes:
         optimizers: All of them.
         device: The accelerator that the model is on, if it is on one.
+        servers_write: Whether servers apart write what they keep; otherwise workers ask for it.
 
     Raises:
         ConfigError: As `penstock.resume`.
@@ -100,6 +101,7 @@ class TrainingState:
         self._model, self._given, self._states = model, optimizer, dict(states)
         self._engine: Engine = running.engine
         self.optimizers = optimizers_in(optimizer)
+        self.servers_write = False
         device = next((param.device for param in model.parameters()), None)
         self.device = None if device is None or device.type == "cpu" else device
         if running.world_size > 1 and not self._distributed():
@@ -117,6 +119,12 @@ class TrainingState:
 
     # Out
 
+    @property
+    def servers_keep_some(self) -> bool:
+        """Whether servers apart write some of it."""
+        owners = (one for one in self._updates() if isinstance(one, OwnerUpdates))
+        return any(self._owners_write(one) and not one.workers_own for one in owners)
+
     def take(self, *, first: bool) -> TakenAtOnce:
         """Copy what changes before the next step begins.
 
@@ -126,9 +134,8 @@ class TrainingState:
         Raises:
             ConfigError: Something is neither a tensor nor plain.
         """
-        every = [update for distributed in self._distributed() for update in distributed.updates]
-        updates = [next((one for one in every if one.optimizer is optimizer), None) for optimizer in self.optimizers]
-        put_off = bool(updates) and all(map(_may_wait, updates))
+        updates = self._updates()
+        put_off = bool(updates) and all(self._may_wait(one) for one in updates)
         trees, beside = self._take_states(copy=first)
         buffers = {}
         if put_off and first:
@@ -148,7 +155,7 @@ class TrainingState:
         return TakenAtOnce(updates, put_off, trees, beside, groups, buffers, tree, own_tensors)
 
     def content(self, taken: TakenAtOnce) -> TrainingContent:
-        """All that the checkpoint has. Collective where servers keep some of it, or owners work without rounds.
+        """All that the checkpoint has. Collective where servers keep some that they do not write, or work without rounds.
 
         Args:
             taken: What was copied before; no step has begun since.
@@ -162,7 +169,7 @@ class TrainingState:
         # Before the parameters: owners without rounds, who are asked for states, send what belongs to these.
         for number, optimizer in enumerate(self.optimizers):
             name, update, groups = f"optimizer {number}", taken.updates[number], taken.groups[number]
-            if isinstance(update, OwnerUpdates) and update.keeps_here:
+            if isinstance(update, OwnerUpdates) and self._owners_write(update):
                 _take_of_owners(name, update, groups, content)
             else:
                 _take_of_optimizer(name, optimizer, groups if taken.put_off else None, content)
@@ -175,6 +182,23 @@ class TrainingState:
             else:
                 content.beside[key] = flat(_WRITES, key, taken.buffers.get(key, tensor))
         return content
+
+    def _updates(self) -> list[PatchedOptimizer | None]:
+        """By optimizer who makes its updates."""
+        every = [update for distributed in self._distributed() for update in distributed.updates]
+        return [next((one for one in every if one.optimizer is optimizer), None) for optimizer in self.optimizers]
+
+    def _owners_write(self, update: OwnerUpdates) -> bool:
+        """Whether each owner writes what it keeps, of the step that all have made."""
+        return update.by_steps and (update.workers_own or self.servers_write)
+
+    def _may_wait(self, update: PatchedOptimizer | None) -> bool:
+        """Whether what this optimizer keeps, and its parameters, stay as they are until its next step begins."""
+        if update is None or not isinstance(update.optimizer, Optimizer):
+            return False
+        if isinstance(update, OwnerUpdates):
+            return update.waits_for_step and self._owners_write(update)
+        return isinstance(update, Updates)
 
     def _distributed(self) -> list[Distributed]:
         """What synchronises the model's parameters; of several models in one, all that do."""
@@ -223,15 +247,6 @@ class TrainingState:
                 _load(found, name, partial(one.load_state_dict, state))
         if found.own is not None and "random" in found.own:
             set_random_states(found.own["random"], self.device)
-
-
-def _may_wait(update: PatchedOptimizer | None) -> bool:
-    """Whether what this optimizer keeps, and its parameters, stay as they are until its next step begins."""
-    if update is None or not isinstance(update.optimizer, Optimizer):
-        return False
-    return isinstance(update, Updates) or (
-        isinstance(update, OwnerUpdates) and update.waits_for_step and update.keeps_here
-    )
 
 
 def _take_of_optimizer(

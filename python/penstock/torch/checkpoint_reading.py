@@ -185,7 +185,7 @@ class _Reading:
                 collectives.broadcast(block, root=self._running.members.index(reader))
             try:
                 whole.take(head["pieces"], head["places"], data)
-                own.take(head, data, place, len(chosen.parts))
+                own.take(head, data, place, heads[0]["workers"])
             except ValueError as error:
                 problem = problem or f"checkpoint {manifest.file.name} is torn ({error})"
         tensors: dict[str, Tensor] = {}
@@ -277,11 +277,13 @@ class _OwnStates:
         self._count = 0
 
     def take(self, head: Mapping[str, Any], data: Tensor, place: int, count: int) -> None:
-        """What one of so many parts has of it.
+        """What one part has of it, of so many that workers have written.
 
         Raises:
             ValueError: It is torn.
         """
+        if head["own"] is None:
+            return  # a server has written it
         mine = place == self._place
         adds_up = count != self._ranks
         if not mine and not adds_up:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from penstock import job
 from penstock.attached import Attached, attach
 from penstock.checkpointing import CheckpointWriter
+from penstock.control import PartWritten, SeesDirectory, WritePart
 from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.torch.checkpoint_content import TakenAtOnce, TrainingContent, TrainingState
 from penstock.torch.checkpoint_reading import FORMAT, read_newest
@@ -244,14 +245,14 @@ class TrainingCheckpoints:
         writer = self._writer
         writer.check(every, keep)
         if not self._has_claimed:  # rather now than after the first of many steps
-            writer.claim(self._directory)
+            _, self.state.servers_write = writer.claim(self._directory, self._servers_see_it)
             self._has_claimed = True
         shown = None
         is_due = writer.is_due(every)
         self._running.steps_counted = writer.calls
         if is_due:
             writer.finish(for_next=True)
-            shown = self._begin(writer.claim(self._directory), keep)
+            shown = self._begin(writer.claim(self._directory)[0], keep)
         if wait:
             writer.finish()
         return shown
@@ -273,7 +274,9 @@ class TrainingCheckpoints:
 
     def _begin(self, writers: Sequence[int], keep: int) -> str:
         """Begin a checkpoint; in an elastic job who is lost by now, and still counts as a member, is no writer."""
-        file, part = self._writer.begin_parts(self._directory, STEM, writers)
+        servers = self._running.options.servers if self.state.servers_keep_some else 0
+        file, part = self._writer.begin_parts(self._directory, STEM, writers, servers)
+        self._writer.ask_servers = self._ask_servers if servers and part.place == 0 else None
         try:
             taken = self.state.take(first=part.place == 0)
         except Exception as error:
@@ -281,17 +284,18 @@ class TrainingCheckpoints:
             if not isinstance(error, ConfigError):
                 raise
         else:
-            copy = partial(self._copy, taken, file, part, keep)
+            copy = partial(self._copy, taken, file, part, len(writers), keep)
             if taken.put_off:
                 self._writer.put_off = copy
             else:
                 copy()
         return str(file).rpartition("-")[0]
 
-    def _copy(self, taken: TakenAtOnce, file: Path, part: CheckpointPart, keep: int) -> None:
+    def _copy(self, taken: TakenAtOnce, file: Path, part: CheckpointPart, workers: int, keep: int) -> None:
         """Copy this rank's share, and begin to write it. What goes wrong is said when all ranks meet."""
         try:
-            draft, said, layout = self._draft(self.state.content(taken), taken, part)
+            content = self.state.content(taken)
+            draft, said, layout = self._draft(content, taken, part, workers)
         except Exception as error:
             if self._running.engine.has_failed or (isinstance(error, PenstockError) and not _is_own(error)):
                 raise
@@ -301,6 +305,8 @@ class TrainingCheckpoints:
         event = Accelerator(device).mark() if device is not None and self._copies_in_streams else None
         whole, nbytes, known = part._replace(layout=layout), draft.nbytes, tuple(self._writer.known)
         self._writer.says(layout)
+        if part.place == 0 and part.count > workers:
+            self._tell_servers(content, whole._replace(place=workers), keep, str(file).rpartition("-")[0])
 
         def write() -> None:
             if event is not None:
@@ -314,7 +320,7 @@ class TrainingCheckpoints:
 
     @torch.no_grad()
     def _draft(
-        self, content: TrainingContent, taken: TakenAtOnce, part: CheckpointPart
+        self, content: TrainingContent, taken: TakenAtOnce, part: CheckpointPart, workers: int
     ) -> tuple[PartDraft, dict[str, Any], int]:
         """This rank's part, copied; what it says; and the checksum of what all ranks must have alike."""
         forms: dict[str, Form] = {name: one.form for name, one in content.dealt.items()}
@@ -325,10 +331,10 @@ class TrainingCheckpoints:
         layout = checksum(forms, beside_bytes)
         draft = PartDraft(self._memory)
         lengths = {name: (one.memory.numel(), one.memory.element_size()) for name, one in content.dealt.items()}
-        for piece in deal(lengths, part.place, part.count, beside_bytes):
+        for piece in deal(lengths, part.place, workers, beside_bytes):
             source = content.dealt[piece.name].memory[piece.begin : piece.end]
             draft.add(piece, source.dtype, source)
-        said: dict[str, Any] = {"format": FORMAT, "own": taken.own, "own_tensors": {}}
+        said: dict[str, Any] = {"format": FORMAT, "workers": workers, "own": taken.own, "own_tensors": {}}
         if part.place == 0:
             for name, one in content.beside.items():
                 draft.add_whole(name, one.memory)
@@ -367,6 +373,25 @@ class TrainingCheckpoints:
                 else:
                     there.zero_()
         return updates
+
+    # Servers apart
+
+    def _servers_see_it(self) -> bool:
+        """At worker 0: whether there are servers apart, and all see the directory in which they are to write."""
+        servers = self._running.servers
+        job_id = self._running.job_id.hex()
+        return bool(servers.count) and all(servers.tell(SeesDirectory(str(self._directory), job_id)))
+
+    def _ask_servers(self, limit_s: float) -> list[dict[str, Any]]:
+        return self._running.servers.tell(PartWritten(limit_s))
+
+    def _tell_servers(self, content: TrainingContent, first: CheckpointPart, keep: int, stem: str) -> None:
+        """At worker 0, which has all parameters of the step, and has not said the word for the next."""
+        states = [list(one) for name, (update, kept) in content.kept.items() for one in update.at_servers(kept, name)]
+        said = {"format": FORMAT, "own": None, "own_tensors": {}}
+        known = [list(key) for key in self._writer.known]
+        message = WritePart(stem, list(first.key), first.place, first.count, first.layout, keep, known, states, said)
+        self._running.servers.tell(message)
 
     def _make_memory(self, nbytes: int) -> Tensor:
         return pinned_memory(nbytes) if self._copies_in_streams else _memory(nbytes)

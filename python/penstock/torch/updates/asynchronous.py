@@ -62,6 +62,7 @@ class AsyncUpdates(BackwardUpdates):
     option: ClassVar[str] = "async"
     how: ClassVar[str] = 'mode="async"'
     _instead: ClassVar[str] = ""
+    by_steps: ClassVar[bool] = False
     lends: ClassVar[bool] = False  # what the model has here is not what the owner has
 
     def __init__(self, distributed: Trained, optimizer: Optimizer, book: KeptBook) -> None:
@@ -72,11 +73,6 @@ class AsyncUpdates(BackwardUpdates):
         super().__init__(distributed, optimizer, book)
         self._gradients.frozen_take_part = False
         self._gradients.moments.asynchronous.add(self._gradients.id)
-
-    @property
-    def keeps_here(self) -> bool:
-        """No: at every moment owners are at another step."""
-        return False
 
     # What is told to the owners
 

@@ -40,6 +40,10 @@ class KeptPieces(KeptBook):
         super().__init__(engine, servers, rank, number)
         self._pieces = pieces
 
+    def tensors_of(self, tensor: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """As `KeptBook.tensors_of`."""
+        return [(piece.number, piece.begin, piece.nbytes) for piece in self._pieces[tensor]]
+
     def proceed(
         self,
         step: int,

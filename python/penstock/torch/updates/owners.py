@@ -22,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.kept_book import KeptBook
 from penstock.optimizers import Described
 from penstock.plan import STORE
+from penstock.server_parts import ServedState
 from penstock.torch.model.data_aliases import data_of
 from penstock.torch.model.layers import Layer, Slot
 from penstock.torch.reads.safety import restore, unwatch_data, watch_data
@@ -136,6 +137,8 @@ class OwnerUpdates(PatchedOptimizer):
     how: ClassVar[str] = 'update="servers"'
     lends: ClassVar[bool] = True
     """Whether an owner that is a worker may read the value in its model."""
+    by_steps: ClassVar[bool] = True
+    """Whether all owners keep the states of one step between two."""
     waits_for_step: ClassVar[bool] = True
     """Whether nothing comes back before `step`, by which all gradients are at the owners."""
 
@@ -597,9 +600,23 @@ class OwnerUpdates(PatchedOptimizer):
     # What one owner keeps
 
     @property
-    def keeps_here(self) -> bool:
-        """Whether the workers keep the states, each as of the step that it has made."""
+    def workers_own(self) -> bool:
+        """Whether the workers themselves keep the states."""
         return self._book.is_here
+
+    def at_servers(self, state: KeptState, name: str) -> list[ServedState]:
+        """A state as servers apart know it.
+
+        Args:
+            state: Which.
+            name: What a checkpoint calls it.
+        """
+        slot, width = state.slot, state.slot.dtype.itemsize
+        dtype = str(slot.dtype).removeprefix("torch.")
+        return [
+            ServedState(self._book.number, tensor, nbytes, state.number, name, before_bytes // width, dtype, width)
+            for tensor, before_bytes, nbytes in self._book.tensors_of(slot.index, slot.nbytes)
+        ]
 
     def check_between_steps(self, what: str) -> None:
         """Refuse what must find all states as of one step.
