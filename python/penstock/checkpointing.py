@@ -87,7 +87,7 @@ def _told_by(by: int, gathering: Gathering, rank: int, caller: str, do: Callable
     return found
 
 
-class _UnderWay(NamedTuple):
+class _BegunCheckpoint(NamedTuple):
     """The checkpoint that is being written.
 
     Attributes:
@@ -135,7 +135,7 @@ class CheckpointWriter:
         self.ask_servers: Callable[[float], Sequence[dict[str, Any]]] | None = None
         self._rank = rank
         self._caller = caller
-        self._under_way: _UnderWay | None = None
+        self._under_way: _BegunCheckpoint | None = None
         self._thread: threading.Thread | None = None  # where some of it is written
         self._error: Exception | None = None
         _writers[next(_numbers)] = self
@@ -158,7 +158,7 @@ class CheckpointWriter:
         self.known = [CheckpointKey(*key) for key in standing["known"]]
         if standing["under_way"] is not None:
             key, shown, writers = standing["under_way"]
-            self._under_way = _UnderWay(CheckpointKey(*key), shown, tuple(writers))
+            self._under_way = _BegunCheckpoint(CheckpointKey(*key), shown, tuple(writers))
 
     def has_loaded(self, shown: str, number: int, known: Sequence[CheckpointKey] = ()) -> None:
         """The program goes on from this one: calls are counted on from its number.
@@ -211,7 +211,7 @@ class CheckpointWriter:
 
         file, by = on_first(self._gathering, self._rank, self._caller, start)
         key = CheckpointKey(self.calls, by)
-        self._under_way = _UnderWay(key, file, (by,), (path,) if by == self._rank else ())
+        self._under_way = _BegunCheckpoint(key, file, (by,), (path,) if by == self._rank else ())
         return str(file)
 
     # A part by each rank
@@ -268,7 +268,7 @@ class CheckpointWriter:
         shown = directory / f"{stem}-{key.number:010d}-{key.writing}"
         files = [shown.with_name(f"{shown.name}-{place}of{part.count}.safetensors") for place in range(part.count)]
         of_servers = files[len(writers) :] if part.place == 0 else []
-        self._under_way = _UnderWay(key, str(shown), tuple(writers), (files[part.place], *of_servers))
+        self._under_way = _BegunCheckpoint(key, str(shown), tuple(writers), (files[part.place], *of_servers))
         return files[part.place], part
 
     def says(self, layout: int) -> None:
@@ -421,7 +421,7 @@ class CheckpointWriter:
         except ConfigError as error:
             raise ConfigError(f"{self._caller}: {error}", rank=self._rank) from error
 
-    def _outcome(self, under_way: _UnderWay) -> dict[str, Any]:
+    def _outcome(self, under_way: _BegunCheckpoint) -> dict[str, Any]:
         """What became of this rank's part, fit for JSON."""
         if self._rank not in under_way.writers:
             return {}
@@ -436,11 +436,11 @@ class CheckpointWriter:
         more = [] if self.ask_servers is None else list(self.ask_servers(left_s))
         return {"layout": under_way.layout, "waited_s": time.monotonic() - began_s, "more": more}
 
-    def _is_whole(self, under_way: _UnderWay) -> None:
+    def _is_whole(self, under_way: _BegunCheckpoint) -> None:
         self.last = under_way.shown
         self.known = [*self.known, under_way.key][-KNOWN_MAX:]
 
-    def _failed(self, under_way: _UnderWay, rank: int, why: str) -> ConfigError:
+    def _failed(self, under_way: _BegunCheckpoint, rank: int, why: str) -> ConfigError:
         who = self._who(under_way, rank)
         return ConfigError(
             f"{self._caller}: {under_way.shown} was not written: {who}: {why}. {self._before()}",
@@ -448,7 +448,7 @@ class CheckpointWriter:
             step=under_way.key.number,
         )
 
-    def _late(self, under_way: _UnderWay, rank: int, late_s: float) -> Timeout:
+    def _late(self, under_way: _BegunCheckpoint, rank: int, late_s: float) -> Timeout:
         who = self._who(under_way, rank)
         return Timeout(
             f"{self._caller}: {who}: {under_way.shown} is not on the disk after {late_s:.3g} s (of "
@@ -457,7 +457,7 @@ class CheckpointWriter:
             step=under_way.key.number,
         )
 
-    def _who(self, under_way: _UnderWay, rank: int) -> str:
+    def _who(self, under_way: _BegunCheckpoint, rank: int) -> str:
         """Servers come behind the workers, all of whom write where there are some."""
         return f"rank {rank}" if rank in under_way.writers else f"server {rank - len(under_way.writers)}"
 

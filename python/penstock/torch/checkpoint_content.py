@@ -155,7 +155,7 @@ class TrainingState:
         return TakenAtOnce(updates, put_off, trees, beside, groups, buffers, tree, own_tensors)
 
     def content(self, taken: TakenAtOnce) -> TrainingContent:
-        """All that the checkpoint has. Collective where servers keep some that they do not write, or work without rounds.
+        """All that the checkpoint has. Collective where servers do not write what they keep, or work without rounds.
 
         Args:
             taken: What was copied before; no step has begun since.
