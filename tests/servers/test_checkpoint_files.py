@@ -1,6 +1,7 @@
 """Parts of checkpoints, without a job: what is dealt to whom, what is in a file, which are whole, and which go."""
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import random
@@ -16,6 +17,7 @@ from job_processes import CONTEXT, PATIENCE_S
 
 import penstock as ps
 from penstock import whole_files
+from penstock.server_parts import ServedState, ServerParts
 from penstock.tensor_file import TensorFileWriter, ordered, read_tensor_file, read_tensor_header
 from penstock.torch.checkpoint_shares import Assembly, PartDraft, checksum, deal, flat
 from penstock.whole_files import (
@@ -175,6 +177,83 @@ def test_a_file_that_is_no_whole_one_is_told_from_one(seed, tmp_path):
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 :])
     with contextlib.suppress(ValueError):
         assert read_tensor_file(path).crc != right, (seed, at)
+
+
+# What servers write
+
+
+class KeptByServers:
+    """As much of an engine as a server needs: two servers own slices of 4 elements of two tensors in turn."""
+
+    def __init__(self, rank, updates):
+        self._rank, self._updates = rank, updates
+        self.values = {
+            (tensor, state): torch.arange(20, dtype=torch.float32) + 100 * tensor + 1000 * state
+            for tensor in range(2)
+            for state in range(2)
+        }
+
+    def placement(self, book):
+        assert book == 5
+        return [[(16 * number, 16, 3 + number % 2, 0) for number in range(5)] for _ in range(2)]
+
+    def save(self, book, tensor, state, address, nbytes):
+        assert nbytes == 80
+        if not self._updates:
+            return None
+        for offset, length, owner, _ in self.placement(book)[tensor]:
+            if owner == self._rank:
+                ctypes.memmove(address + offset, self.values[tensor, state].data_ptr() + offset, length)
+        return self._updates
+
+
+@pytest.mark.parametrize("updates", [0, 7])
+def test_servers_write_what_they_own(updates, tmp_path):
+    states = [
+        # A parameter of 40 elements is two tensors of the book, as of a model on an accelerator.
+        ServedState(5, tensor, 80, state, f"state/{state}", 20 * tensor, "float32", 4)
+        for state in range(2)
+        for tensor in range(2)
+    ]
+    key = CheckpointKey(9, 0, "job.1")
+    forms = {f"state/{state}": ("float32", [40], [1]) for state in range(2)}
+    whole = Assembly(forms)
+    for number in range(2):
+        parts = ServerParts()
+        parts.serve(3 + number, number)
+        engine = KeptByServers(3 + number, updates)
+        for _ in range(2):  # its memory is used again
+            parts.begin(engine, f"{tmp_path}/model-9", CheckpointPart(key, 1, 3, 11), 2, (), states, {"own": None})
+            assert parts.outcome(60.0).keys() == {"layout", "waited_s"}
+        path = tmp_path / f"model-9-{1 + number}of3.safetensors"
+        read = read_tensor_file(path)
+        said = json.loads(read.metadata)
+        assert said["own"] is None and set(said["updates"].values()) == {updates}
+        whole.take(said["pieces"], read.places, torch.frombuffer(read.data, dtype=torch.uint8))
+        ((one,), _) = checkpoints_in(tmp_path)
+        assert one.parts[1 + number].part == CheckpointPart(key, 1 + number, 3, 11)
+    values = KeptByServers(0, 1).values
+    for state in range(2):
+        wanted = torch.cat([values[0, state], values[1, state]])
+        assert torch.equal(whole.tensors()[f"state/{state}"], wanted if updates else torch.zeros(40))
+
+
+def test_what_a_server_cannot_write_it_says_when_it_is_asked(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    parts = ServerParts()
+    parts.serve(3, 0)
+    arguments = (f"{tmp_path}/model-9", part(9, 1, 2), 2, (), [], {})
+    monkeypatch.setattr(whole_files, "_sync", full)
+    parts.begin(KeptByServers(3, 1), *arguments)
+    assert "No space left on device" in parts.outcome(60.0)["error"]
+    monkeypatch.undo()
+    parts.begin(None, f"{tmp_path}/model-9", part(9, 1, 2), 2, (), [ServedState(0, 0, 4, 0, "", 0, "float32", 4)], {})
+    assert "placement" in parts.outcome(60.0)["error"]
+    parts.begin(KeptByServers(3, 1), *arguments)
+    assert parts.outcome(60.0)["layout"] == 0
+    assert not [one for one in tmp_path.iterdir() if one.name.endswith(".tmp")]
 
 
 # Which are whole, and which go

@@ -22,12 +22,15 @@ from penstock.control import (
     EndServing,
     Keep,
     OrderUpdates,
+    PartWritten,
     Proceed,
     Saved,
+    SeesDirectory,
     ServeBook,
     Servers,
     SetPriorities,
     Squares,
+    WritePart,
     decode,
     encode,
 )
@@ -451,6 +454,11 @@ def test_messages_are_typed_and_nothing_else_is_taken():
         OrderUpdates(2, ["sgd", {"lr": 0.1}], 0.5, 3),
         Keep(2, 0, 12, True, None, 3),
         CountLate(2, 4),
+        SeesDirectory("/somewhere", "4be1"),
+        WritePart(
+            "/somewhere/model", [7, 0, "4be1.2"], 2, 3, 99, 2, [[6, 0, "4be1.1"]], [[2, 0, 12, 0, "m"]], {"own": None}
+        ),
+        PartWritten(1.5),
         EndServing(),
     ):
         assert decode(encode(message)) == message
