@@ -236,8 +236,12 @@ class CheckpointWriter:
                 try:
                     self._claim_here(directory)
                     told = {"found": ask is not None and ask()}
-                except (ConfigError, OSError) as error:
-                    told = {"error": str(error) if isinstance(error, ConfigError) else f"{self._caller}: {error}"}
+                except ConfigError as error:
+                    told = {"error": str(error)}
+                except PenstockError:
+                    raise  # a timeout is an OSError, too
+                except OSError as error:
+                    told = {"error": f"{self._caller}: {error}"}
             blobs = self._gathering.all_gather(self._caller, json.dumps(told).encode())
             if (said := blobs[by]) is not None:
                 break  # else an elastic job has lost it, and goes on
