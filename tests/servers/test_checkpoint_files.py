@@ -122,6 +122,19 @@ def test_a_part_that_is_missing_is_missed(tmp_path):
             whole.tensors()
 
 
+def test_a_state_has_the_layout_of_its_parameter_on_all_ranks():
+    plain = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+    last = plain.contiguous(memory_format=torch.channels_last)
+    one, other = flat("test", "a", plain, last), flat("test", "a", last, last)
+    assert one.form == other.form == flat("test", "a", last).form != flat("test", "a", plain).form
+    assert torch.equal(one.memory, other.memory)
+    assert flat("test", "a", torch.tensor(3.0), last).form == ("float32", [], [])
+    # As a tensor of 1 x 1 is contiguous in every order, it may have either's strides.
+    pointwise = torch.ones(4, 3, 1, 1)
+    strange = pointwise.as_strided((4, 3, 1, 1), (3, 1, 3, 3))
+    assert flat("test", "a", pointwise).form == flat("test", "a", strange).form
+
+
 def test_sparse_tensors_are_refused():
     with pytest.raises(ps.ConfigError, match=r"table is a tensor of layout torch\.sparse_coo"):
         flat("test", "table", torch.eye(3).to_sparse())

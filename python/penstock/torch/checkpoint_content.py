@@ -260,9 +260,12 @@ def _take_of_optimizer(
             state = {**state, "param_groups": _as_they_were(state["param_groups"], groups)}
     found: dict[str, Tensor] = {}
     content.trees[name] = split(_WRITES, name, state, found, {}, copy=False, bring=False)
+    params = {str(index): param for index, param in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     for key, tensor in found.items():
-        of = content.dealt if key.startswith(f"{name}/state/") else content.beside
-        of[key] = flat(_WRITES, key, tensor)
+        if key.startswith(f"{name}/state/"):
+            content.dealt[key] = flat(_WRITES, key, tensor, params.get(key.split("/")[2]))
+        else:
+            content.beside[key] = flat(_WRITES, key, tensor)
 
 
 def _take_of_owners(

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.tensor_file import TensorFileWriter, ordered
-from penstock.torch.model.layout import is_dense
+from penstock.torch.model.layout import is_dense, same_order
 
-__all__ = ["Assembly", "DealtPiece", "FlatTensor", "Form", "PartDraft", "checksum", "deal", "flat"]
+__all__ = ["Assembly", "DealtPiece", "FlatTensor", "Form", "PartDraft", "checksum", "deal", "flat", "form_of"]
 
 Form = tuple[str, list[int], list[int]]
 """Of a tensor: dtype by torch's name, shape and stride, in elements."""
@@ -52,8 +52,20 @@ class FlatTensor(NamedTuple):
         return self.memory.numel() * self.memory.element_size()
 
 
-def flat(caller: str, name: str, tensor: Tensor) -> FlatTensor:
+def form_of(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Form:
+    """What a tensor is. Strides of dimensions of size 1 say nothing, and ranks may differ in them."""
+    return _dtype_name(dtype), [*shape], [1 if size == 1 else one for size, one in zip(shape, stride, strict=True)]
+
+
+def flat(caller: str, name: str, tensor: Tensor, like: Tensor | None = None) -> FlatTensor:
     """A tensor in the order of its memory. Where it is not end to end there, a copy.
+
+    Args:
+        caller: For messages.
+        name: The tensor's, for messages.
+        tensor: Which.
+        like: Another one, of the same layout on all ranks. If it has the same shape the tensor gets its layout: that of
+            a state is another at ranks that were told it, or have loaded it.
 
     Raises:
         ConfigError: It has no such memory.
@@ -61,10 +73,13 @@ def flat(caller: str, name: str, tensor: Tensor) -> FlatTensor:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ConfigError(f"{caller}: {name} is a tensor of layout {tensor.layout}, and only dense ones are saved")
     tensor = tensor.detach()
-    if not is_dense(tensor):
+    if like is not None and like.shape == tensor.shape and is_dense(like) and not same_order(tensor, like.stride()):
+        wanted = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = wanted.copy_(tensor)
+    elif not is_dense(tensor):
         tensor = tensor.contiguous()
     memory = torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
-    return FlatTensor(memory, (_dtype_name(tensor.dtype), list(tensor.shape), list(tensor.stride())))
+    return FlatTensor(memory, form_of(tensor.dtype, tensor.shape, tensor.stride()))
 
 
 def checksum(forms: Mapping[str, Form], beside_bytes: int) -> int:

@@ -26,7 +26,7 @@ from penstock.control import PartWritten, SeesDirectory, WritePart
 from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.torch.checkpoint_content import TakenAtOnce, TrainingContent, TrainingState
 from penstock.torch.checkpoint_reading import FORMAT, read_newest
-from penstock.torch.checkpoint_shares import DealtPiece, Form, PartDraft, checksum, deal, flat
+from penstock.torch.checkpoint_shares import DealtPiece, Form, PartDraft, checksum, deal, flat, form_of
 from penstock.torch.newcomers import Telling
 from penstock.torch.runtime.accelerator import Accelerator, look, pinned_memory, supports
 from penstock.whole_files import CheckpointPart, add_part
@@ -325,8 +325,7 @@ class TrainingCheckpoints:
         """This rank's part, copied; what it says; and the checksum of what all ranks must have alike."""
         forms: dict[str, Form] = {name: one.form for name, one in content.dealt.items()}
         for name, (_, kept) in content.kept.items():
-            dtype = str(kept.slot.dtype).removeprefix("torch.")
-            forms[name] = (dtype, list(kept.slot.param.shape), list(kept.stride))
+            forms[name] = form_of(kept.slot.dtype, kept.slot.param.shape, kept.stride)
         beside_bytes = sum(one.nbytes for one in content.beside.values())
         layout = checksum(forms, beside_bytes)
         draft = PartDraft(self._memory)
