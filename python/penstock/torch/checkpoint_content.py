@@ -98,7 +98,9 @@ class TrainingState:
     def __init__(self, running: Job, model: nn.Module, optimizer: Any, states: Mapping[str, Any]) -> None:
         check_model(model, "resume")
         check_stateful(_READS, {name: one for name, one in states.items() if not isinstance(one, MutableMapping)})
-        self._model, self._given, self._states = model, optimizer, dict(states)
+        self._given, self._states = (model, optimizer), dict(states)
+        # Names of what torch.compile wraps have a prefix, and ranks may differ in whether they compile.
+        self._model: nn.Module = getattr(model, "_orig_mod", model)
         self._engine: Engine = running.engine
         self.optimizers = optimizers_in(optimizer)
         self.servers_write = False
@@ -115,7 +117,7 @@ class TrainingState:
     def is_of(self, model: nn.Module, optimizer: Any, states: Mapping[str, Any]) -> bool:
         """Whether it is the state of these."""
         same = states.keys() == self._states.keys() and all(states[name] is one for name, one in self._states.items())
-        return same and model is self._model and optimizer is self._given
+        return same and model is self._given[0] and optimizer is self._given[1]
 
     # Out
 
