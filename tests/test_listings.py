@@ -104,7 +104,7 @@ assert first == 0 and {one.name.split("-")[1] for one in pathlib.Path("checkpoin
 }
 assert ps.resume("checkpoints", model, optimizer, scheduler=scheduler, progress=progress) == 100
 """
-    samples = samples.replace("...", STEP)
+    samples = samples.replace("...", STEP).replace("range(sampler.epoch, 10)", "range(sampler.epoch, 2)")
     run(size, tmp_path, GIVEN, given, training, written, samples, SAME_EVERYWHERE)
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import Sampler
 from penstock import job
 from penstock.errors import ConfigError
 from penstock.members import MembershipEpoch
+from penstock.torch.distributed import models_of
 
 __all__ = ["Deal", "ElasticSampler"]
 
@@ -308,7 +309,11 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _made(self) -> int | None:
         """How many steps the program has made; None where nobody counts them."""
-        return self._running.steps_counted if self._membership is None else self._membership.steps
+        if self._membership is not None:
+            return self._membership.steps
+        models = models_of(self._running.engine)
+        # Rounds, as in an elastic job. Alone there are none.
+        return models[0].gradients.closed if models else self._running.steps_counted
 
     def _log(self) -> list[MembershipEpoch]:
         return [self._all] if self._membership is None else self._membership.log()
@@ -323,9 +328,9 @@ class ElasticSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: its number, and the samples that are in no step that was made. The same on all ranks.
 
-        Of a pass that has yet to begin, those of the last one that are to come in it. Steps are counted in elastic
-        jobs, and by `penstock.checkpoint` from `penstock.resume` on. Where nobody counts them, samples that were read
-        ahead count as used.
+        Of a pass that has yet to begin, those of the last one that are to come in it. Steps are those of the model that
+        was distributed first; in a job of one process `penstock.checkpoint` counts them, from `penstock.resume` on.
+        Where nobody counts them samples that were read ahead count as used.
         """
         made = self._made()
         unused, more = self._given, self._more
