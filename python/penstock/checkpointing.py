@@ -270,7 +270,7 @@ class CheckpointWriter:
         key = CheckpointKey(self.calls, writers[0], writing)
         part = CheckpointPart(key, [*writers].index(self._rank), len(writers) + servers)
         shown = directory / f"{stem}-{key.number:010d}-{key.writing}"
-        files = [shown.with_name(f"{shown.name}-{place}of{part.count}.safetensors") for place in range(part.count)]
+        files = [shown.with_name(f"{shown.name}-{place}of{part.total}.safetensors") for place in range(part.total)]
         of_servers = files[len(writers) :] if part.place == 0 else []
         self._under_way = _BegunCheckpoint(key, str(shown), tuple(writers), (files[part.place], *of_servers))
         return files[part.place], part

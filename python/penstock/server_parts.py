@@ -105,7 +105,7 @@ class ServerParts:
         """
         self._thread, self._error, self._layout = None, None, part.layout
         own = part._replace(place=part.place + self.number)
-        file = Path(f"{stem}-{own.place}of{own.count}.safetensors")
+        file = Path(f"{stem}-{own.place}of{own.total}.safetensors")
         try:
             writer = self._copied(engine, states, said)
         except Exception as error:  # noqa: BLE001 - worker 0 hears of it when it asks

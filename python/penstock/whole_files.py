@@ -88,13 +88,13 @@ class CheckpointPart(NamedTuple):
     Attributes:
         key: Of the checkpoint.
         place: Which part it is, from 0.
-        count: How many there are.
+        total: How many there are.
         layout: A checksum of what all parts must have alike, that is of what is dealt to them.
     """
 
     key: CheckpointKey
     place: int = 0
-    count: int = 1
+    total: int = 1
     layout: int = 0
 
 
@@ -136,7 +136,7 @@ class DiskCheckpoint:
     @property
     def lacks(self) -> str | None:
         """What keeps it from being whole, as far as manifests say; None if all parts are there."""
-        counts = {one.part.count for one in self.parts.values()}
+        counts = {one.part.total for one in self.parts.values()}
         if len(counts) > 1 or len({one.part.layout for one in self.parts.values()}) > 1:
             return "its parts do not belong together"
         missing = sorted({*range(*counts)} - {*self.parts})
@@ -218,7 +218,7 @@ def add_part(
         if not (one.key.job and one.key.job == part.key.job):  # of this job others may be about to write it
             doomed.append(one.key)
     written = put(path, fill, crc)
-    said = {"format": FORMAT, **part.key._asdict(), "place": part.place, "count": part.count, "layout": part.layout}
+    said = {"format": FORMAT, **part.key._asdict(), "place": part.place, "count": part.total, "layout": part.layout}
     said |= {"bytes": path.stat().st_size, "crc32": written}
     put(_manifest_of(path), lambda to: Path(to).write_text(json.dumps(said), encoding="utf-8"))
     _let_go(directory, part.key, keep, {*known}, doomed)

@@ -65,7 +65,7 @@ TENSORS = {
     "expanded": torch.ones(1, dtype=torch.float32).expand(5),
     "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
     "empty": torch.empty((0, 3), dtype=torch.float32),
-    "complex": torch.arange(3, dtype=torch.complex64) * 1j,
+    "complex": torch.arange(3) * torch.tensor(1j),
     "bool": torch.tensor([True, False, True]),
 }
 
@@ -278,7 +278,7 @@ def part(number, place=0, count=2, writing="job.1", lead=0, layout=0):
 
 def write(directory, one, keep=2, known=()):
     key = one.key
-    path = directory / f"model-{key.number:010d}-{key.writing}-{one.place}of{one.count}.safetensors"
+    path = directory / f"model-{key.number:010d}-{key.writing}-{one.place}of{one.total}.safetensors"
     add_part(path, one, lambda to: Path(to).write_text(path.name, encoding="utf-8"), keep, known)
     return path
 

@@ -278,9 +278,9 @@ def _take_of_owners(
     own_groups = update.optimizer.param_groups
     fields: dict[int, list[list[Any]]] = {index: [] for index in range(sum(len(one["params"]) for one in own_groups))}
     for one in update.kept_here():
-        key = f"{name}/state/{one.index}/{one.name}"
+        key = f"{name}/state/{one.param_index}/{one.name}"
         content.kept[key] = (update, one)
-        fields[one.index].append([one.name, key, one.initial])
+        fields[one.param_index].append([one.name, key, one.initial])
     indices = iter(fields)
     numbered = [{"params": [next(indices) for _ in group["params"]]} for group in own_groups]
     found: dict[str, Tensor] = {}

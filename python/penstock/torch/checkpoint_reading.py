@@ -328,7 +328,7 @@ def _seen_in(directory: Path) -> dict[str, Any]:
     """What this rank sees, fit for JSON."""
     found, unreadable = checkpoints_in(directory)
     manifests = [
-        [one.file.name, list(one.part.key), one.part.place, one.part.count, one.part.layout, one.nbytes, one.crc]
+        [one.file.name, list(one.part.key), one.part.place, one.part.total, one.part.layout, one.nbytes, one.crc]
         for checkpoint in found
         for one in checkpoint.parts.values()
     ]

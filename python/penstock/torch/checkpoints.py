@@ -305,7 +305,7 @@ class TrainingCheckpoints:
         event = Accelerator(device).mark() if device is not None and self._copies_in_streams else None
         whole, nbytes, known = part._replace(layout=layout), draft.nbytes, tuple(self._writer.known)
         self._writer.says(layout)
-        if part.place == 0 and part.count > workers:
+        if part.place == 0 and part.total > workers:
             self._tell_servers(content, whole._replace(place=workers), keep, str(file).rpartition("-")[0])
 
         def write() -> None:
@@ -387,9 +387,9 @@ class TrainingCheckpoints:
     def _tell_servers(self, content: TrainingContent, first: CheckpointPart, keep: int, stem: str) -> None:
         """At worker 0, which has all parameters of the step, and has not said the word for the next."""
         states = [list(one) for name, (update, kept) in content.kept.items() for one in update.at_servers(kept, name)]
-        said = {"format": FORMAT, "own": None, "own_tensors": {}}
+        said: dict[str, Any] = {"format": FORMAT, "own": None, "own_tensors": {}}
         known = [list(key) for key in self._writer.known]
-        message = WritePart(stem, list(first.key), first.place, first.count, first.layout, keep, known, states, said)
+        message = WritePart(stem, list(first.key), first.place, first.total, first.layout, keep, known, states, said)
         self._running.servers.tell(message)
 
     def _make_memory(self, nbytes: int) -> Tensor:

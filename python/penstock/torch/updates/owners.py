@@ -90,7 +90,7 @@ class KeptState(NamedTuple):
 
     Attributes:
         slot: The parameter.
-        index: Its number in the optimizer's state_dict.
+        param_index: Its number in the optimizer's state_dict.
         number: The state's, among those of the optimizer.
         name: As torch calls it.
         initial: What it is before the first update.
@@ -98,7 +98,7 @@ class KeptState(NamedTuple):
     """
 
     slot: Slot
-    index: int
+    param_index: int
     number: int
     name: str
     initial: float
