@@ -12,6 +12,7 @@ import late_device  # noqa: F401  first: torch takes in what devices there are w
 import pytest
 import ranks
 import torch
+from late_calls import pinned_memory
 from late_device import installed
 from late_ranks import (  # noqa: F401  `small` is for every test here
     STEPS,
@@ -30,6 +31,7 @@ from penstock.gathering import AllRanks
 from penstock.tensor_file import read_tensor_file
 from penstock.torch import checkpoints
 from penstock.torch.checkpoint_shares import Assembly
+from penstock.torch.runtime import accelerator
 from penstock.whole_files import checkpoints_in
 
 SIZE = 2
@@ -38,6 +40,7 @@ SIZE = 2
 @pytest.fixture(autouse=True)
 def native(monkeypatch):
     monkeypatch.setattr(ranks, "arm", "native")
+    monkeypatch.setattr(accelerator, "pinned_memory", pinned_memory)
 
 
 def train(device, place, update):

@@ -28,7 +28,8 @@ from penstock.torch.checkpoint_content import TakenAtOnce, TrainingContent, Trai
 from penstock.torch.checkpoint_reading import FORMAT, read_newest
 from penstock.torch.checkpoint_shares import DealtPiece, Form, PartDraft, checksum, deal, flat, form_of
 from penstock.torch.newcomers import Telling
-from penstock.torch.runtime.accelerator import Accelerator, look, pinned_memory, supports
+from penstock.torch.runtime import accelerator as accelerators
+from penstock.torch.runtime.accelerator import Accelerator, look, supports
 from penstock.whole_files import CheckpointPart, add_part
 
 if TYPE_CHECKING:
@@ -393,7 +394,7 @@ class TrainingCheckpoints:
         self._running.servers.tell(message)
 
     def _make_memory(self, nbytes: int) -> Tensor:
-        return pinned_memory(nbytes) if self._copies_in_streams else _memory(nbytes)
+        return accelerators.pinned_memory(nbytes) if self._copies_in_streams else _memory(nbytes)
 
 
 def _memory(nbytes: int) -> Tensor:
