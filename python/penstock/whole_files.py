@@ -106,12 +106,14 @@ class Manifest(NamedTuple):
         part: Which it is.
         nbytes: Of the file.
         crc: Its CRC-32.
+        is_first: Whether its writer knew of no whole checkpoint before it.
     """
 
     file: Path
     part: CheckpointPart
     nbytes: int
     crc: int
+    is_first: bool
 
 
 class DiskCheckpoint:
@@ -132,6 +134,11 @@ class DiskCheckpoint:
     def name(self) -> str:
         """For messages: the file, or the first of several."""
         return str(self.parts[min(self.parts)].file)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its writers knew of no whole checkpoint before it."""
+        return all(one.is_first for one in self.parts.values())
 
     @property
     def lacks(self) -> str | None:
@@ -219,7 +226,7 @@ def add_part(
             doomed.append(one.key)
     written = put(path, fill, crc)
     said = {"format": FORMAT, **part.key._asdict(), "place": part.place, "count": part.total, "layout": part.layout}
-    said |= {"bytes": path.stat().st_size, "crc32": written}
+    said |= {"bytes": path.stat().st_size, "crc32": written, "first": not known}
     put(_manifest_of(path), lambda to: Path(to).write_text(json.dumps(said), encoding="utf-8"))
     _let_go(directory, part.key, keep, {*known}, doomed)
 
@@ -334,7 +341,7 @@ def checkpoints_in(directory: Path) -> tuple[list[DiskCheckpoint], list[Path]]:
                 raise ValueError(said["format"])
             key = CheckpointKey(int(said["number"]), int(said["lead"]), str(said["writing"]))
             part = CheckpointPart(key, *(int(said[name]) for name in ("place", "count", "layout")))
-            found.append(Manifest(file, part, int(said["bytes"]), int(said["crc32"])))
+            found.append(Manifest(file, part, int(said["bytes"]), int(said["crc32"]), bool(said["first"])))
         except FileNotFoundError:
             pass  # another writer has let go of it meanwhile
         except (OSError, ValueError, KeyError, TypeError):

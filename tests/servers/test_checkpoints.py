@@ -296,6 +296,42 @@ def test_each_host_may_have_a_directory_of_its_own(tmp_path):
     assert re.search(r"no whole checkpoint in .*0{9}5\S* is not whole \(part 1 of 2 was not written\)", str(alone))
 
 
+def without_a_part(rank, size, place, missing, first):
+    training = Training(place, "workers", every=1, keep=9)
+    assert training.first == 0
+    training.steps(range(first))
+    finished(place)
+    ps.barrier()
+    if rank == 0:
+        for number in range(1, first + 1):
+            for one in place.glob(f"{named(number)}-*-{missing}of2.safetensors*"):
+                one.unlink()
+
+
+def begins_anew(rank, size, place):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        training = Training(place, "workers", every=1)
+    assert training.first == 0 and training.progress == {"best": None}
+    told = [one for one in said if "was to be the first, so training begins anew" in str(one.message)]
+    assert len(told) == (rank == 0)
+    training.steps(range(2))
+    assert named(2) in finished(place)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_who_is_killed_while_the_first_checkpoint_is_written_begins_anew(tmp_path, missing):
+    for name in ("job", "again", "other", "others"):
+        (tmp_path / name).mkdir()
+    run_well(2, without_a_part, tmp_path / "job", tmp_path / "kept", missing, 1)
+    run_well(2, begins_anew, tmp_path / "again", tmp_path / "kept")
+    # Of these the second had one before it, which somebody would miss.
+    run_well(2, without_a_part, tmp_path / "other", tmp_path / "other kept", missing, 2)
+    for outcome in run(2, begins_anew, tmp_path / "others", tmp_path / "other kept"):
+        assert isinstance(outcome.error, ps.ConfigError)
+        assert "no whole checkpoint in" in str(outcome.error)
+
+
 # While training goes on
 
 

@@ -67,7 +67,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def read_newest(caller: str, running: Job, directory: Path) -> FoundCheckpoint | None:
-    """Read the newest whole checkpoint; None if there is none at all. Collective.
+    """Read the newest whole checkpoint; None if none has ever been whole, as far as anybody knows. Collective.
 
     Args:
         caller: For messages.
@@ -84,6 +84,7 @@ def read_newest(caller: str, running: Job, directory: Path) -> FoundCheckpoint |
         try:
             reading = _Reading(caller, running, directory, given_up)
             if reading.chosen is None:
+                reading.warn_of_the_first()
                 return None
             found = reading.read(reading.chosen)
         except PeerLost:
@@ -108,6 +109,11 @@ class _Reading:
         self._caller, self._running, self._directory, self._given_up = caller, running, directory, given_up
         self._search = _Search(caller, directory, self._gather(_seen_in(directory)), running.rank)
         self.chosen = self._search.choose(given_up)
+
+    def warn_of_the_first(self) -> None:
+        """Say so if there is something, which makes no difference."""
+        if self._search.said and self._search.place == 0:
+            warn(f"{self._caller}: {'; '.join(self._search.said)}; it was to be the first, so training begins anew")
 
     def read(self, chosen: DiskCheckpoint) -> FoundCheckpoint | None:
         """Read what was chosen; None if it has turned out to be torn, or who was to read some of it was lost."""
@@ -221,9 +227,9 @@ class _Search:
         self._unreadable: list[str] = []
         for one, row in sorted(rows.items()):
             self._unreadable += [name for name in row["unreadable"] if name not in self._unreadable]
-            for name, key, place, count, layout, nbytes, crc in row["manifests"]:
+            for name, key, place, count, layout, *content in row["manifests"]:
                 part = CheckpointPart(CheckpointKey(*key), place, count, layout)
-                manifests.setdefault((part.key, place), Manifest(directory / name, part, nbytes, crc))
+                manifests.setdefault((part.key, place), Manifest(directory / name, part, *content))
                 seen_by.setdefault((part.key, place), []).append(one)
         self.checkpoints = grouped([*manifests.values()])
         self.readers: dict[CheckpointKey, dict[int, int]] = {}
@@ -238,7 +244,7 @@ class _Search:
         return self.ranks.index(self._rank)
 
     def choose(self, given_up: Mapping[CheckpointKey, str]) -> DiskCheckpoint | None:
-        """The newest that may be whole; None if there is no checkpoint at all.
+        """The newest that may be whole; None if there is none, but for a first one that was never finished.
 
         Args:
             given_up: Those that turned out not to be, and why.
@@ -252,8 +258,8 @@ class _Search:
             if why is None and one.lacks is None:
                 return one
             self.said.append(why or f"checkpoint {shown(one)} is not whole ({one.lacks})")
-        if not self.said:
-            return None
+        if all(one.is_first and one.key not in given_up for one in self.checkpoints) and not self._unreadable:
+            return None  # who is killed while the first is written has nothing to go on from, and nothing is lost
         raise ConfigError(f"{self._caller}: no whole checkpoint in {self._directory}: {'; '.join(self.said)}")
 
     def mine(self, chosen: DiskCheckpoint) -> list[Manifest]:
@@ -328,7 +334,7 @@ def _seen_in(directory: Path) -> dict[str, Any]:
     """What this rank sees, fit for JSON."""
     found, unreadable = checkpoints_in(directory)
     manifests = [
-        [one.file.name, list(one.part.key), one.part.place, one.part.total, one.part.layout, one.nbytes, one.crc]
+        [one.file.name, list(one.part.key), one.part.place, one.part.total, one.part.layout, *one[2:]]
         for checkpoint in found
         for one in checkpoint.parts.values()
     ]

@@ -49,7 +49,8 @@ def resume(directory: str | os.PathLike[str], model: nn.Module, optimizer: Any =
     Call it after `penstock.distribute` and before the first step, in a first run, too. What it loads may have been
     written by any number of ranks and servers, with any ``update``. Each file is read by one rank that sees it, for
     all: the directory may be one that all hosts share, or each host's own. A checkpoint that is torn, or of which a
-    part is missing, is named in a warning, and the one before is taken.
+    part is missing, is named in a warning, and the one before is taken. Where it was to be the first, and parts were
+    never written, training begins anew.
 
     Each rank's random numbers go on where they were (torch's, Python's, NumPy's); a rank that was not there keeps the
     seed that the program has given it. What lossy layers had not sent yet goes on at the rank that kept it, or, with
