@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock import distribute
+from penstock.checkpointing import CheckpointWriter
 from penstock.gathering import AllRanks
 from penstock.tensor_file import read_tensor_file
 from penstock.torch import checkpoints
@@ -108,6 +109,14 @@ def test_the_wait_for_the_copies_is_needed(monkeypatch, tmp_path):
     expected = train("cpu", tmp_path / "host", "workers")
     passed = SimpleNamespace(query=lambda: True)
     monkeypatch.setattr(checkpoints, "Accelerator", lambda device: SimpleNamespace(mark=lambda: passed))
+    write = CheckpointWriter.write
+
+    def written_before_anything_else(writer, do):
+        # Otherwise the next step may wait for the device before the thread has begun, and by that for the copies.
+        write(writer, do)
+        writer._thread.join()
+
+    monkeypatch.setattr(CheckpointWriter, "write", written_before_anything_else)
     for seed in range(40):  # mostly the first shows it
         with installed(seed):
             found = train("late", tmp_path / f"late-{seed}", "workers")
