@@ -456,6 +456,21 @@ class Engine:
         over before.
         """
 
+    def epochs(self) -> list[tuple[list[int], list[tuple[int, list[tuple[int, int]]]]]]:
+        """Of each epoch so far, the present one included, over whom its rounds are, and how many were over before.
+
+        That is by book in runs of slices: how many slices, and how many rounds of each.
+        """
+
+    def cut_as(self, store_bytes: int, collective_bytes: int, lanes: int) -> None:
+        """Tensors of books that are opened from now on are cut so, as `slicing` says it, whatever the line's rate is."""
+
+    def withhold(self, rounds: list[tuple[int, list[tuple[int, int]]]]) -> None:
+        """This rank is in so many rounds of each slice, as `epochs` has them, and in no later one. Once, at the start."""
+
+    def has_come_to(self, rounds: list[tuple[int, list[tuple[int, int]]]]) -> bool:
+        """Whether this rank has the results of so many rounds of each slice, as `epochs` has them."""
+
     def knock(self, number: int) -> None:
         """A newcomer asks to take part, by a number that it has drawn: members agree on its rank (`announced`)."""
 

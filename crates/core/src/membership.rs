@@ -5,7 +5,7 @@
 //! that all begin it alike ([`MembershipEntry::step`]). Whoever begins a step says so beforehand, and what it has begun is in its report.
 //!
 //! Of steps before that some were averaged over the last members whole, and of others some slices or all were averaged without those that
-//! are lost ([`MembershipEntry::whole`]): what these had of such a step, their samples for instance, does not count as seen. A later epoch may
+//! are lost ([`MembershipEntry::rounds`], and [`MembershipEntry::whole`]): what these had of such a step, their samples for instance, does not count as seen. A later epoch may
 //! have fewer whole rounds: if only a member that is lost by then had the result of one, the others make it anew. So a member has been in
 //! all rounds up to the least that any epoch since its loss says. Entries stay as they are: who reads one early and who reads it late read
 //! the same.
@@ -133,6 +133,9 @@ pub struct Announced {
     pub step: Option<u64>,
 }
 
+/// By book, in order of their numbers: runs of slices of which equally many rounds are over, each with how many slices and how many rounds.
+pub type RoundsOver = Vec<(BookId, Vec<(u32, Seq)>)>;
+
 /// One epoch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MembershipEntry {
@@ -140,9 +143,19 @@ pub struct MembershipEntry {
     pub members: Vec<Rank>,
     /// The first of the program's steps, from 1, that counts with them.
     pub step: u64,
-    /// By book, in order of their numbers: so many rounds of each of its slices were over before this epoch began, and somebody who is left
-    /// had the result.
-    pub whole: Vec<(BookId, Seq)>,
+    /// The epoch's members, in ascending order: its rounds are over them.
+    pub among: Vec<Rank>,
+    /// So many rounds of each slice were over before this epoch began, and somebody who is left had the result.
+    pub rounds: RoundsOver,
+}
+
+impl MembershipEntry {
+    /// By book, so many rounds of each of its slices were over.
+    #[must_use]
+    pub fn whole(&self) -> Vec<(BookId, Seq)> {
+        let least = |runs: &[(u32, Seq)]| runs.iter().map(|(_, seq)| *seq).min().unwrap_or(0);
+        self.rounds.iter().map(|(book, runs)| (*book, least(runs))).collect()
+    }
 }
 
 /// All epochs so far, the present one last, and who is to come.
@@ -159,7 +172,8 @@ impl MembershipLog {
     #[must_use]
     pub fn new(members: Vec<Rank>) -> Self {
         let next = Rank(members.last().map_or(0, |last| last.0 + 1));
-        let entry = MembershipEntry { members, step: 1, whole: Vec::new() };
+        let among = members.clone();
+        let entry = MembershipEntry { members, step: 1, among, rounds: Vec::new() };
         Self { entries: vec![entry], announced: Vec::new(), next }
     }
 
@@ -190,13 +204,15 @@ impl MembershipLog {
             let is_heard = |one: &&mut Announced| heard.iter().any(|(rank, _)| *rank == one.rank);
             self.announced.iter_mut().filter(is_heard).for_each(|one| one.step = Some(step));
         }
-        let mut counted: BTreeSet<Rank> = members.iter().copied().collect();
+        let among: BTreeSet<Rank> = members.iter().copied().collect();
+        let mut counted = among.clone();
         counted.extend(self.announced.iter().filter(|one| one.step.is_some()).map(|one| one.rank));
         let members: Vec<Rank> = counted.into_iter().collect();
         // Who was counted already, and has come, changes nothing.
         let same = self.entries.last().is_some_and(|entry| entry.members == members);
         let step = if same { last } else { step };
-        self.entries.push(MembershipEntry { members, step, whole: whole(&stay) });
+        let among = among.into_iter().collect();
+        self.entries.push(MembershipEntry { members, step, among, rounds: rounds_over(&stay) });
     }
 
     /// Whether no newcomer gets a rank any more.
@@ -228,13 +244,18 @@ impl MembershipLog {
     fn put(&self, to: &mut Vec<u8>) {
         to.extend(self.next.0.to_le_bytes());
         to.extend((self.entries.len() as u32).to_le_bytes());
-        for MembershipEntry { members, step, whole } in &self.entries {
+        for MembershipEntry { members, step, among, rounds } in &self.entries {
             put_ranks(to, members);
             to.extend(step.to_le_bytes());
-            to.extend((whole.len() as u16).to_le_bytes());
-            for (book, seq) in whole {
+            put_ranks(to, among);
+            to.extend((rounds.len() as u16).to_le_bytes());
+            for (book, runs) in rounds {
                 to.extend(book.to_le_bytes());
-                to.extend(seq.to_le_bytes());
+                to.extend((runs.len() as u32).to_le_bytes());
+                for (slices, seq) in runs {
+                    to.extend(slices.to_le_bytes());
+                    to.extend(seq.to_le_bytes());
+                }
             }
         }
         to.extend((self.announced.len() as u16).to_le_bytes());
@@ -249,9 +270,17 @@ impl MembershipLog {
         let next = Rank(from.u32()?);
         let mut entries = Vec::new();
         for _ in 0..from.u32()? {
-            let (members, step) = (from.ranks()?, from.u64()?);
-            let whole = (0..from.u16()?).map(|_| Ok((from.u16()?, from.u32()?)));
-            entries.push(MembershipEntry { members, step, whole: whole.collect::<Result<_, String>>()? });
+            let (members, step, among) = (from.ranks()?, from.u64()?, from.ranks()?);
+            let mut rounds = RoundsOver::new();
+            for _ in 0..from.u16()? {
+                let book = from.u16()?;
+                let mut runs = Vec::new();
+                for _ in 0..from.u32()? {
+                    runs.push((from.u32()?, from.u32()?));
+                }
+                rounds.push((book, runs));
+            }
+            entries.push(MembershipEntry { members, step, among, rounds });
         }
         let mut announced = Vec::new();
         for _ in 0..from.u16()? {
@@ -307,10 +336,10 @@ impl JobState {
     }
 }
 
-/// By book, of each slice the last round whose result somebody has; of all slices the least.
-fn whole(members: &[(Rank, MemberReport)]) -> Vec<(BookId, Seq)> {
+/// By book, of each slice the last round whose result somebody has.
+fn rounds_over(members: &[(Rank, MemberReport)]) -> RoundsOver {
     let Some((_, most)) = members.iter().max_by_key(|(_, report)| report.slices.len()) else {
-        return Vec::new();
+        return RoundsOver::new();
     };
     let of_book = |(at, (book, slices)): (usize, &(BookId, Vec<_>))| {
         let reported = |slice: usize| {
@@ -319,8 +348,9 @@ fn whole(members: &[(Rank, MemberReport)]) -> Vec<(BookId, Seq)> {
                 .filter_map(move |(_, report)| report.slices.get(at)?.1.get(slice))
                 .map(|one| one.done_seq())
         };
-        let rounds = (0..slices.len()).map(|slice| reported(slice).max().unwrap_or(0)).min();
-        (*book, rounds.unwrap_or(0))
+        let last: Vec<Seq> = (0..slices.len()).map(|slice| reported(slice).max().unwrap_or(0)).collect();
+        let runs = last.chunk_by(|one, next| one == next).map(|run| (run.len() as u32, run[0]));
+        (*book, runs.collect::<Vec<(u32, Seq)>>())
     };
     most.slices.iter().enumerate().map(of_book).collect()
 }
@@ -454,11 +484,13 @@ mod tests {
             (Rank(2), &[(6, false), (6, true), (7, false)]),
         ];
         begin(&mut log, &all.map(|(rank, slices)| (rank, report(1, slices))));
-        assert_eq!(log.entries()[1].whole, [(0, 6)]);
+        assert_eq!(log.entries()[1].whole(), [(0, 6)]);
+        assert_eq!(log.entries()[1].rounds, [(0, vec![(3, 6)])]);
         let mut log = self::log();
         let all = [(Rank(0), &[(6, true), (6, false)]), (Rank(2), &[(6, false), (6, false)])];
         begin(&mut log, &all.map(|(rank, slices)| (rank, report(1, slices))));
-        assert_eq!(log.entries()[1].whole, [(0, 5)]);
+        assert_eq!(log.entries()[1].whole(), [(0, 5)]);
+        assert_eq!(log.entries()[1].rounds, [(0, vec![(1, 6), (1, 5)])]);
     }
 
     #[test]
@@ -466,15 +498,15 @@ mod tests {
         let mut log = log();
         begin(&mut log, &[(Rank(0), report(1, &[(6, true)])), (Rank(2), report(1, &[(6, false)]))]);
         begin(&mut log, &[(Rank(2), report(1, &[(6, false)]))]);
-        let whole = |epoch: usize| log.entries()[epoch].whole.as_slice();
-        assert_eq!((whole(0), whole(1), whole(2)), (&[][..], &[(0, 6)][..], &[(0, 5)][..]));
+        let whole = |epoch: usize| log.entries()[epoch].whole();
+        assert_eq!((whole(0), whole(1), whole(2)), (vec![], vec![(0, 6)], vec![(0, 5)]));
     }
 
     #[test]
     fn a_book_that_some_have_not_opened_has_no_whole_rounds_of_theirs() {
         let mut log = log();
         begin(&mut log, &[(Rank(0), report(1, &[(1, false)])), (Rank(2), MemberReport::default())]);
-        assert_eq!(log.entries()[1].whole, [(0, 0)]);
+        assert_eq!(log.entries()[1].whole(), [(0, 0)]);
         assert_eq!(log.entries()[1].step, 2);
     }
 }

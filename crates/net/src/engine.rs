@@ -3,6 +3,7 @@
 mod call;
 mod epochs;
 mod gather;
+mod replay;
 mod start_end;
 mod updates;
 mod wait;
@@ -29,6 +30,7 @@ use penstock_core::roles::Roles;
 use penstock_core::{
     Book, BookId, Gives, Members, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing,
 };
+use replay::Withheld;
 use std::net::{TcpListener, ToSocketAddrs};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -151,6 +153,8 @@ struct Inner {
     /// Held while something is submitted; nothing is while an epoch ends.
     gate: RwLock<()>,
     epochs: Mutex<Epochs>,
+    /// In a replay: rounds that this rank is not in any more.
+    withheld: OnceLock<Withheld>,
     /// Where there are lanes: what is kept, or was until it was taken.
     rings: Mutex<Option<Arc<Rings>>>,
     /// Whether anything is kept.
@@ -237,6 +241,7 @@ impl Engine {
                 members: RwLock::new(Arc::new(members)),
                 gate: RwLock::default(),
                 epochs: Mutex::new(epochs),
+                withheld: OnceLock::new(),
                 observed: AtomicBool::new(rings.is_some()),
                 rings: Mutex::new(rings),
                 threads: Mutex::default(),
@@ -308,7 +313,8 @@ impl Engine {
     /// How tensors of the next book are cut: as configured, and where that leaves it open as the rates suggest.
     #[must_use]
     pub fn slicing(&self) -> Slicing {
-        chosen_slicing(&self.inner.config, &self.inner.agreed.lock().rates)
+        let agreed = self.inner.agreed.lock();
+        agreed.slicing.unwrap_or_else(|| chosen_slicing(&self.inner.config, &agreed.rates))
     }
 
     /// How the tensors of an open book are cut, and who owns which slice: what all rounds of that book follow.
@@ -367,7 +373,7 @@ impl Engine {
             let at_ns = self.observed_ns();
             for (lane, mailbox) in self.inner.shared.mailboxes().iter().enumerate() {
                 if open.lanes[handed.tensor as usize] & (1 << lane) != 0 {
-                    let command = Command::Submit { submission: handed.clone(), at_ns };
+                    let command = self.inner.submit_to(lane as u32, &open, &handed, at_ns);
                     if more {
                         mailbox.send_held(command, submission.memory.len_bytes);
                     } else {
@@ -415,7 +421,7 @@ impl Engine {
             in_flight += 1;
             for lane in 0..lanes.len() {
                 if open.lanes[handed.tensor as usize] & (1 << lane) != 0 {
-                    commands[lane].push(Command::Submit { submission: handed.clone(), at_ns });
+                    commands[lane].push(self.inner.submit_to(lane as u32, &open, &handed, at_ns));
                     held_bytes[lane] += submission.memory.len_bytes;
                 }
             }

@@ -7,6 +7,7 @@ mod support;
 
 use parking_lot::Mutex;
 use penstock_core::layout::Tensor;
+use penstock_core::membership::RoundsOver;
 use penstock_core::{BookId, Dtype, Gives, Op, Rank, Submission, TensorId};
 use penstock_net::{Engine, EngineConfig, Failure, Lent, Stop, Until};
 use std::collections::BTreeSet;
@@ -404,4 +405,72 @@ fn a_connection_that_can_never_be_made_holds_nobody_up_for_ever() {
     });
     assert!(texts.iter().all(|text| text.contains("too few members are left")), "{texts:?}");
     assert!(texts.iter().any(|text| text.contains("could not be connected to")), "{texts:?}");
+}
+
+/// As a replay has it: of the second step every other slice of the first tensor was over before the loss, and nothing else.
+#[test]
+fn a_rank_that_withholds_rounds_is_lost_at_these_slices() {
+    let size = 3;
+    let (engines, _) = job(size, None, &None);
+    let book = engines[0].layout(0).unwrap();
+    let first = book.slices_of(0);
+    assert!(first.len() > 2);
+    let of_slice = |slice: u32| if first.contains(&slice) { 2 - slice % 2 } else { 1 };
+    let over: Vec<u32> = (0..book.slices.len() as u32).map(of_slice).collect();
+    let rounds: RoundsOver = vec![(0, over.iter().map(|seq| (1, *seq)).collect())];
+    engines[2].withhold(&rounds).unwrap();
+    assert!(engines[2].withhold(&rounds).is_err(), "said before");
+    let ready = AtomicU32::new(0);
+    let run = |engine: Engine, rank: u32| {
+        let began = Instant::now();
+        let mut memory = vec![Vec::new(); ELEMS.len()];
+        make_step(&engine, rank, 1, &mut memory).unwrap();
+        for (tensor, memory) in memory.iter_mut().enumerate() {
+            *memory = gradient(rank, tensor, 2);
+            submit(&engine, tensor, 2, memory).unwrap();
+        }
+        let pause = || {
+            assert!(began.elapsed() < PATIENCE, "rank {rank} waits for ever");
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        if rank == 2 {
+            while ready.load(Ordering::SeqCst) < 2 {
+                pause();
+            }
+            drop(engine); // as a process that is gone
+            return None;
+        }
+        while !engine.has_come_to(&rounds).unwrap() {
+            pause();
+        }
+        ready.fetch_add(1, Ordering::SeqCst);
+        for tensor in 0..ELEMS.len() {
+            land(&engine, tensor).unwrap();
+            engine.wait(0, &[tensor as TensorId], true, &mut never).unwrap();
+        }
+        let log = engine.membership_log();
+        engine.shutdown(&mut never).unwrap();
+        Some((memory, log))
+    };
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> =
+            (0..size).zip(engines).map(|(rank, engine)| scope.spawn(move || run(engine, rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (memory, log) in outcomes.into_iter().flatten() {
+        let last = log.last().unwrap();
+        assert_eq!((&last.among, &last.members), (&vec![Rank(0), Rank(1)], &vec![Rank(0), Rank(1)]));
+        let of_slices = |(slices, seq): &(u32, u32)| vec![*seq; *slices as usize];
+        assert_eq!(last.rounds[0].1.iter().flat_map(of_slices).collect::<Vec<u32>>(), over);
+        for (tensor, values) in memory.iter().enumerate() {
+            let (all, left) = (average(&[0, 1, 2], tensor, 2), average(&[0, 1], tensor, 2));
+            for slice in book.slices_of(tensor as TensorId) {
+                let at = &book.slices[slice as usize];
+                let range = at.offset_bytes as usize / 4..(at.offset_bytes as usize + at.len_bytes as usize) / 4;
+                let expected = if over[slice as usize] == 2 { &all } else { &left };
+                assert_eq!(values[range.clone()], expected[range], "slice {slice}");
+            }
+        }
+    }
 }

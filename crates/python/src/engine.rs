@@ -8,7 +8,7 @@ use crate::report;
 use crate::roles::BookRoles;
 use penstock_core::exchange::Field;
 use penstock_core::layout::Tensor;
-use penstock_core::membership::JobState;
+use penstock_core::membership::{JobState, RoundsOver};
 use penstock_core::types::GroupId;
 use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
 use penstock_net::{
@@ -207,8 +207,27 @@ impl Engine {
     #[allow(clippy::type_complexity)] // Of each epoch, as the stub says.
     fn membership_log(&self) -> Vec<(Vec<u32>, u64, Vec<(BookId, u32)>)> {
         let log = self.engine.membership_log().into_iter();
-        log.map(|entry| (entry.members.iter().map(|rank| rank.0).collect(), entry.step, entry.whole))
+        log.map(|entry| (entry.members.iter().map(|rank| rank.0).collect(), entry.step, entry.whole()))
             .collect()
+    }
+
+    fn epochs(&self) -> Vec<(Vec<u32>, RoundsOver)> {
+        let log = self.engine.membership_log().into_iter();
+        log.map(|entry| (entry.among.iter().map(|rank| rank.0).collect(), entry.rounds)).collect()
+    }
+
+    fn cut_as(&self, store_bytes: usize, collective_bytes: usize, lanes: u32) -> PyResult<()> {
+        self.engine.cut_as(Slicing { store_bytes, collective_bytes, lanes }).map_err(raise)
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn withhold(&self, rounds: RoundsOver) -> PyResult<()> {
+        self.engine.withhold(&rounds).map_err(raise)
+    }
+
+    #[allow(clippy::needless_pass_by_value)]
+    fn has_come_to(&self, py: Python<'_>, rounds: RoundsOver) -> PyResult<bool> {
+        py.detach(|| self.engine.has_come_to(&rounds)).map_err(raise)
     }
 
     fn begin_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {

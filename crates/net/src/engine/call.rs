@@ -11,7 +11,7 @@ use penstock_core::cost::Rates;
 use penstock_core::life::{Expired, WaitKind};
 use penstock_core::types::GroupId;
 use penstock_core::way::Algorithm;
-use penstock_core::{Dtype, Error, Members, Op, Rank, limits};
+use penstock_core::{Dtype, Error, Members, Op, Rank, Slicing, limits};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -54,6 +54,8 @@ pub(super) struct Agreed {
     pub(super) groups: BTreeMap<GroupId, Vec<Rank>>,
     /// What a choice assumes.
     pub(super) rates: Rates,
+    /// In a replay: how tensors were cut.
+    pub(super) slicing: Option<Slicing>,
     /// Choices that were made under these rates, by elements, bytes of an element and ranks.
     choices: BTreeMap<(u64, u64, u32), Algorithm>,
 }

@@ -625,9 +625,10 @@ impl Inner {
         for open in books {
             for tensor in 0..open.tensors.len() as TensorId {
                 let Some(submission) = open.unfinished(tensor) else { continue };
+                let seq = submission.seq;
                 let slices =
                     open.open_slices(tensor, lane).filter(|slice| !lacking.contains(&(open.id, *slice)));
-                let slices = slices.collect();
+                let slices = slices.filter(|slice| self.gives(open.id, *slice, seq)).collect();
                 all.again.push((submission, slices));
             }
         }
