@@ -463,10 +463,10 @@ class Engine:
         """
 
     def cut_as(self, store_bytes: int, collective_bytes: int, lanes: int) -> None:
-        """Tensors of books that are opened from now on are cut so, as `slicing` says it, whatever the line's rate is."""
+        """Cut tensors of books that are opened from now on so, whatever the line's rate is; see `slicing`."""
 
     def withhold(self, rounds: list[tuple[int, list[tuple[int, int]]]]) -> None:
-        """This rank is in so many rounds of each slice, as `epochs` has them, and in no later one. Once, at the start."""
+        """This rank is in so many rounds of each slice (see `epochs`), and in no later one. Once, at the start."""
 
     def has_come_to(self, rounds: list[tuple[int, list[tuple[int, int]]]]) -> bool:
         """Whether this rank has the results of so many rounds of each slice, as `epochs` has them."""

@@ -37,6 +37,10 @@ class Attached:
     def after_fork_in_child(self) -> None:
         """In a forked child, which has no thread of its parent: nothing that leads to others may stay open here."""
 
+    def digests(self, engine: Engine) -> list[int]:
+        """Of each model of this engine 64 bits of all its parameters, in the order in which they were distributed."""
+        return []
+
     def report(self) -> dict[str, Any]:
         """What `penstock.report` says of it, by name."""
         return {}

@@ -1,8 +1,8 @@
 """The command line, ``penstock``.
 
-Every command but ``run`` takes ``--json`` and then prints exactly one JSON object on standard output. Bad input ends
-with status 2 and one line that says what to change; a failed job or check ends with status 1, and ``run`` with that of
-the program.
+Every command but ``run`` and ``replay`` takes ``--json`` and then prints exactly one JSON object on standard output.
+Bad input ends with status 2 and one line that says what to change; a failed job or check ends with status 1, and
+``run`` with that of the program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from penstock import explain_command
 from penstock.command_line import Parser, add_json, fail, list_of, nbytes, positive, print_json, whole_number
 from penstock.config import RANKS_MAX
-from penstock.launch import start
+from penstock.launch import replay_command, start
 from penstock.tracing import trace_command
 
 DEMO_EXAMPLES = """\
@@ -121,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
 
     start.add_to(commands)
+    replay_command.add_to(commands)
     _add_server(commands)
     explain_command.add_to(commands)
     _add_measure(commands)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAUNCHER_PIPE",
     "REPLACE_DDP",
+    "REPLAY",
     "OptionArguments",
     "Options",
     "current_environment",
@@ -41,6 +42,8 @@ REPLACE_DDP = "PENSTOCK_REPLACE_DDP"
 """No option of a job: `penstock run` tells programs by it, before they have one, what `import torch` is to do."""
 LAUNCHER_PIPE = "PENSTOCK_LAUNCHER_PIPE"
 """Nor is this: where a program can tell `penstock run` something (`penstock.launcher_pipe`)."""
+REPLAY = "PENSTOCK_REPLAY"
+"""Nor this: `penstock replay` tells programs by it which log they follow (`penstock.replaying`)."""
 SECRET_BYTES_MIN = 16
 MAKE_A_SECRET = "export PENSTOCK_SECRET=\"$(python -c 'import secrets; print(secrets.token_hex(32))')\""
 
@@ -126,6 +129,8 @@ class Options:
             part in that. Options that ranks must agree on are the job's.
         ranks_min: With ``elastic``, so many workers must be left and agree, or the job ends. ``None``: more than half
             of the last ones. Fewer than that may let two halves of a cut network go on apart.
+        membership_log: A file for the log of an elastic job's members, which `penstock replay` repeats the run from
+            (docs/elastic.md). The first member that is left writes it: give a path that all hosts see.
         observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the
             program; the oldest go first. ``0``: none. What it costs: docs/decisions/0011-observations-on-request.md.
         trace: A directory for a trace of this rank, from the start; see `penstock.trace`.
@@ -167,6 +172,7 @@ class Options:
     elastic: bool = False
     join: str | None = None
     ranks_min: int | None = None
+    membership_log: str | None = None
     observations: int = 0
     trace: str | None = None
     trace_steps: str = "20"
@@ -232,6 +238,7 @@ class OptionArguments(TypedDict, total=False):
     elastic: bool | None
     join: str | None
     ranks_min: int | None
+    membership_log: str | os.PathLike[str] | None
     observations: int | str | None
     trace: str | os.PathLike[str] | None
     trace_steps: int | str | None
@@ -411,6 +418,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "elastic": _SWITCH,
     "join": (_host_and_port, '"host:port"'),
     "ranks_min": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
+    "membership_log": (_path, "a path of a file"),
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
     "trace": (_path, "a path of a directory"),
     "trace_steps": (_steps, 'a number of steps from 1, or the first and the last, as "100-109"'),
@@ -457,7 +465,7 @@ def given(environ: Mapping[str, str], arguments: Mapping[str, object]) -> tuple[
     sources: dict[str, str] = {}
     variables = {PREFIX + name.upper(): name for name in _FIELDS}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable in (REPLACE_DDP, LAUNCHER_PIPE):
+        if not variable.startswith(PREFIX) or variable in (REPLACE_DDP, LAUNCHER_PIPE, REPLAY):
             continue
         if variable not in variables:
             raise ConfigError(f"unknown environment variable {variable}{_did_you_mean(variable, list(variables))}")

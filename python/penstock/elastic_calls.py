@@ -27,7 +27,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from penstock.attached import Attached, attach
 from penstock.buffers import DTYPES, Buffer
@@ -38,7 +38,7 @@ from penstock.lending import lent_to
 if TYPE_CHECKING:
     from penstock._native import Engine, _Op
 
-__all__ = ["ElasticCall", "ElasticCalls", "pieces"]
+__all__ = ["CallOrder", "ElasticCall", "ElasticCalls", "pieces"]
 
 # The bytes of a call travel in tensors of these lengths: a short call sends little more than it has, a long one takes
 # no more rounds than it must.
@@ -100,6 +100,16 @@ class _Greeting(NamedTuple):
         how = "" if self.op == "copy" else f", {self.op} of {self.dtype}"
         root = f", root {self.about}" if self.call in ("reduce", "broadcast", "scatter", "gather") else ""
         return f"{self.call} of {self.nbytes} bytes{how}{root}"
+
+
+class CallOrder(Protocol):
+    """Who wants to know of the program's collectives that move bytes: a log that is kept, or a replay of one."""
+
+    def before_call(self) -> None:
+        """The next one is about to begin. On the thread of all calls."""
+
+    def after_call(self, epoch: int) -> None:
+        """It is over: all was moved in this epoch."""
 
 
 class _Stretch(NamedTuple):
@@ -206,6 +216,8 @@ class ElasticCalls:
 
     Attributes:
         first: Who does what one rank does for all: the lowest that is left, as of the last `all_gather`.
+        book: In which they are.
+        order: Who wants to know of those that the program makes, and not of Penstock's own.
     """
 
     def __init__(self, engine: Engine, own: int, ranks: int, members: Sequence[int], limit_s: float) -> None:
@@ -220,7 +232,8 @@ class ElasticCalls:
             self._numbers_of[dtype, grade] = numbers = range(len(tensors), len(tensors) + PER_GRADE)
             tensors.extend((f"{grade} bytes of {dtype} ({number})", 0, dtype, grade // width) for number in numbers)
         self._lengths = [elements * DTYPES[dtype] for _, _, dtype, elements in tensors]
-        self._book = engine.open_book("collectives", ["collectives"], tensors)
+        self.book = engine.open_book("collectives", ["collectives"], tensors)
+        self.order: CallOrder | None = None
         self._lent = lent_to(engine)
         self._memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._begin_anew(members)
@@ -278,10 +291,15 @@ class ElasticCalls:
         each = spans[0].nbytes if spans else 0
 
         def do() -> None:
+            if self.order is not None and spans:
+                self.order.before_call()
             said, rows = self._greet(caller, cast("_Op", op), dtype, members[root], each)
             if not spans:
                 return
-            moved, alive = self._move_in_one_epoch(said, rows, spans)
+            moved, epoch = self._move_in_one_epoch(said, rows, spans)
+            if self.order is not None:
+                self.order.after_call(epoch)
+            alive = self._members_in(epoch)
             start = ctypes.addressof(moved)
             for at, memory in blocks:
                 if spans[at].giver is None or spans[at].giver in alive:
@@ -312,7 +330,8 @@ class ElasticCalls:
             lengths = [0 if row is None else row.nbytes for row in rows]
             own = ctypes.addressof(place)
             spans = [_Stretch(n, rank, own if rank == self._own else None) for rank, n in enumerate(lengths)]
-            moved, alive = self._move_in_one_epoch(said, rows, spans)
+            moved, epoch = self._move_in_one_epoch(said, rows, spans)
+            alive = self._members_in(epoch)
             alive &= {rank for rank, row in enumerate(rows) if row is not None}
             ends = itertools.accumulate(lengths)
             whole = memoryview(moved)
@@ -425,23 +444,26 @@ class ElasticCalls:
         ctypes.memset(memory, 0, len(memory))
         ctypes.memmove(ctypes.addressof(memory) + self._own * size, said.packed(), size)
         self._submit(self._greeting, "sum", gives=True)
-        self._engine.wait(self._book, [self._greeting], released=True)
+        self._engine.wait(self.book, [self._greeting], released=True)
         self._lent.collect()
         rows = bytes(memory)
         return [_Greeting.unpacked(rows[at : at + size]) for at in range(0, len(rows), size)]
 
     def _move_in_one_epoch(
         self, said: _Greeting, rows: Sequence[_Greeting | None], spans: Sequence[_Stretch]
-    ) -> tuple[ctypes.Array[ctypes.c_char], set[int]]:
-        """Move what the spans have; all of it, end to end, and the members of the epoch in which it was moved."""
+    ) -> tuple[ctypes.Array[ctypes.c_char], int]:
+        """Move what the spans have; all of it, end to end, and the epoch in which it was moved."""
         epoch = _last_epoch(rows)
         while True:
             moved = self._move(spans, said.op, "u8" if said.op == "copy" else said.dtype)
             # Read after the results: whoever is in this epoch still has had all of them in it.
             last = _last_epoch(self._tell(said._replace(epoch=self._engine.epoch)))
             if last == epoch:
-                return moved, {*self._engine.membership_log()[epoch][0]}
+                return moved, epoch
             epoch = last
+
+    def _members_in(self, epoch: int) -> set[int]:
+        return {*self._engine.membership_log()[epoch][0]}
 
     def _move(self, spans: Sequence[_Stretch], op: _Op, dtype: str) -> ctypes.Array[ctypes.c_char]:
         """Move it once, whatever members there are."""
@@ -451,7 +473,7 @@ class ElasticCalls:
 
         def take_in() -> None:
             tensor, at, nbytes = travelling.popleft()
-            self._engine.wait(self._book, [tensor], released=True)
+            self._engine.wait(self.book, [tensor], released=True)
             ctypes.memmove(start + at, self._memory[tensor], nbytes)
 
         ends = itertools.accumulate(span.nbytes for span in spans)
@@ -477,7 +499,7 @@ class ElasticCalls:
     def _submit(self, tensor: int, op: _Op, *, gives: bool) -> None:
         memory = self._memory_of(tensor)
         submit = self._engine.submit if gives else self._engine.submit_absent
-        arguments = (self._book, tensor, ctypes.addressof(memory), len(memory), op, self._count)
+        arguments = (self.book, tensor, ctypes.addressof(memory), len(memory), op, self._count)
         self._lent.lend(lambda: submit(*arguments), memory)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from typing import Any
 
@@ -35,7 +35,14 @@ def offer() -> tuple[FileIO, int, dict[str, str]]:
     return FileIO(reads, "rb"), writes, {config.LAUNCHER_PIPE: f"{writes}:{os.fstat(writes).st_ino}"}
 
 
-def tell(member: int, *, door: str | None = None, lost: Sequence[int] = (), over: bool = False) -> None:
+def tell(
+    member: int,
+    *,
+    door: str | None = None,
+    lost: Sequence[int] = (),
+    over: bool = False,
+    told: Mapping[str, str] | None = None,
+) -> None:
     """Tell the launcher, if it has started this process and listens.
 
     Args:
@@ -43,9 +50,11 @@ def tell(member: int, *, door: str | None = None, lost: Sequence[int] = (), over
         door: Where newcomers come in.
         lost: Members that this one goes on without, likewise by their ranks.
         over: It leaves the job in order. Its program may go on.
+        told: In a replay, how far this one is.
     """
     for first in range(0, max(1, len(lost)), _LOST_MAX):
-        facts = {"door": door, "lost": [*lost[first : first + _LOST_MAX]], "over": over}
+        some = [*lost[first : first + _LOST_MAX]]
+        facts = {"door": door, "lost": some, "over": over, "told": told}
         _write({"member": member, **{name: fact for name, fact in facts.items() if fact}})
 
 
@@ -57,12 +66,14 @@ def understood(line: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(facts, dict) or type(facts.get("member")) is not int:
         return {}
-    door, lost = facts.get("door"), facts.get("lost")
+    door, lost, told = facts.get("door"), facts.get("lost"), facts.get("told")
     found: dict[str, Any] = {"door": door} if isinstance(door, str) else {}
     if isinstance(lost, list) and all(type(one) is int for one in lost):
         found["lost"] = lost
     if facts.get("over") is True:
         found["over"] = True
+    if isinstance(told, dict) and all(isinstance(one, str) for one in told.values()):
+        found["told"] = told
     return {"member": facts["member"], **found} if found else {}
 
 

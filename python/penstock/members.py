@@ -5,6 +5,9 @@ that no rank has begun when they are chosen: all ranks begin it alike (`crates/c
 
 Newcomers come in at one place of the program, before it begins a step: there nothing is under way, and what a newcomer
 must know is told (`Membership.let_in`). Until then a program does not count them.
+
+What the members are is the engine's to say, as losses and newcomers come (`EngineCourse`); in a replay it is the log's
+of the run that is replayed (`penstock.replaying`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["ElasticPart", "MembersChange", "Membership", "MembershipEpoch"]
+__all__ = ["Course", "ElasticPart", "EngineCourse", "MembersChange", "Membership", "MembershipEpoch"]
 
 
 _log = logging.getLogger("penstock")
@@ -80,11 +83,73 @@ class MembershipEpoch:
     whole_steps: int
 
 
+class Course(Protocol):
+    """What decides who the members are: the engine, or the log of a run that is replayed."""
+
+    def log(self, book: int | None) -> list[MembershipEpoch]:
+        """All epochs so far; steps are rounds of this book."""
+
+    def latest(self) -> int:
+        """The last of them, counted from 0."""
+
+    def begin_step(self, step: int) -> None:
+        """This rank begins a step, or deals samples for it. Waits while members agree."""
+
+    def expected(self) -> set[int]:
+        """Newcomers that have a rank, and have not come yet."""
+
+    def awaited(self, step: int) -> set[int]:
+        """Those of them that count from this step, or an earlier one."""
+
+    def await_newcomers(self, step: int) -> None:
+        """With nothing under way, about to begin this step: wait for these until they have come, or do not come."""
+
+
+class EngineCourse:
+    """See `Course`: members are lost, and come, as it happens.
+
+    Args:
+        engine: Of the job.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def log(self, book: int | None) -> list[MembershipEpoch]:
+        """See `Course`."""
+        found = []
+        for members, step, whole in self._engine.membership_log():
+            # Each step is a round of every gradient.
+            rounds = 0 if book is None else dict(whole).get(book, 0)
+            found.append(MembershipEpoch(tuple(members), step, rounds))
+        return found
+
+    def latest(self) -> int:
+        """See `Course`."""
+        return self._engine.epoch
+
+    def begin_step(self, step: int) -> None:
+        """See `Course`."""
+        self._engine.begin_step(step)
+
+    def expected(self) -> set[int]:
+        """See `Course`."""
+        return {rank for _, rank, _ in self._engine.announced()}
+
+    def awaited(self, step: int) -> set[int]:
+        """See `Course`."""
+        return {rank for _, rank, first in self._engine.announced() if first is not None and first <= step}
+
+    def await_newcomers(self, step: int) -> None:
+        """See `Course`."""
+        self._engine.await_newcomers(step)
+
+
 class Membership:
     """The members of a job as this rank's program knows them.
 
     Args:
-        engine: Of the job.
+        course: What decides who they are.
         rank: This rank, as it began.
         arriving: Whether it is a newcomer.
 
@@ -95,10 +160,11 @@ class Membership:
         arriving: Whether this rank is a newcomer that does not know everything yet.
         parts: What newcomers are told of, in the order in which they come to it. Weakly held.
         lets_in: Whether newcomers may come: there are no more parts.
+        note: Called after a step, and where newcomers come in, if there are new epochs: the log is to be kept.
     """
 
-    def __init__(self, engine: Engine, rank: int, *, arriving: bool = False) -> None:
-        self._engine = engine
+    def __init__(self, course: Course, rank: int, *, arriving: bool = False) -> None:
+        self._course = course
         self.own = rank
         self.steps = 0
         self.arriving = arriving
@@ -107,8 +173,10 @@ class Membership:
         self._epoch = 0
         self._callbacks: list[Callable[[MembersChange], object]] = []
         self._book: int | None = None
-        self.members = self._began = tuple(engine.membership_log()[0][0])
+        self.members = self._began = course.log(None)[0].members
         self._came_after = 0
+        self.note: Callable[[], None] = lambda: None
+        self._noted = 0
 
     @property
     def rank(self) -> int:
@@ -121,16 +189,11 @@ class Membership:
 
     def log(self) -> list[MembershipEpoch]:
         """All epochs so far: those of later steps than the next one, too."""
-        found = []
-        for members, step, whole in self._engine.membership_log():
-            # Each step is a round of every gradient.
-            rounds = dict(whole).get(-1 if self._book is None else self._book, 0)
-            found.append(MembershipEpoch(tuple(members), step, rounds))
-        return found
+        return self._course.log(self._book)
 
     def begin_step(self, step: int) -> None:
         """This rank begins a step, or deals samples for it: members who are chosen from now on count later."""
-        self._engine.begin_step(step)
+        self._course.begin_step(step)
 
     @property
     def has_just_come(self) -> bool:
@@ -155,25 +218,33 @@ class Membership:
         """
         self.count(steps, book)
         self.begin_step(steps + 1)
-        if self._engine.epoch != self._epoch:
+        if self._course.latest() != self._epoch:
             # Who is to come is let in a moment later.
-            self._take_up_until(steps + 1, {rank for _, rank, _ in self._engine.announced()})
+            self._take_up_until(steps + 1, self._course.expected())
+        self._note()
 
     def let_in(self) -> None:
         """The program is about to begin a step, at a place where newcomers come in: who counts from it comes now."""
         step = self.steps + 1
         self.begin_step(step)
-        if self._engine.epoch == self._epoch:
+        if self._course.latest() == self._epoch:
             return
-        awaited = {rank for _, rank, first in self._engine.announced() if first is not None and first <= step}
+        awaited = self._course.awaited(step)
         if awaited:
             for part in self.each_part():
                 part.rest()
-            self._engine.await_newcomers(step)
+            self._course.await_newcomers(step)
         self._take_up_until(step, set())
         came = tuple(rank for rank in self.members if rank in awaited)
         if came:
             self._tell(came)
+        self._note()
+
+    def _note(self) -> None:
+        latest = self._course.latest()
+        if latest != self._noted:
+            self._noted = latest
+            self.note()
 
     def _tell(self, came: tuple[int, ...]) -> None:
         try:

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from penstock.gathering import Gathering
     from penstock.grouping import Groups
     from penstock.launchers import Launch
+    from penstock.log_keeping import LogKeeper
     from penstock.members import Membership
     from penstock.rendezvous import Agreement
+    from penstock.replaying import LoggedCourse
     from penstock.tracing.recording import Trace
 
 __all__ = ["Job", "one_line"]
@@ -70,6 +72,8 @@ class Job:
         membership: Who is left, of an elastic job.
         calls: Its collectives; a newcomer has none until it takes part.
         agreement: What the ranks have agreed on when they met.
+        log: Where the log of its members is kept, if it is.
+        replay: What decides who its members are, if it repeats another run.
         door: Where newcomers come to this rank, if it has opened one.
         visit: Of a newcomer: the door at which it came.
         checkpoints: By directory, the training's that are written there (`penstock.torch.checkpoints`).
@@ -95,6 +99,8 @@ class Job:
     membership: Membership | None = None
     calls: ElasticCalls | None = None
     agreement: Agreement | None = field(default=None, repr=False)
+    log: LogKeeper | None = None
+    replay: LoggedCourse | None = None
     door: Doorway | None = None
     visit: Entrance | None = None
     checkpoints: dict[Path, object] = field(default_factory=dict, repr=False)
@@ -187,6 +193,8 @@ class Job:
         try:
             for one in attached() if self.failed is None else ():
                 one.finish(self.options.operation_timeout_s)
+            if self.failed is None:
+                self._note_end()
         except BaseException as error:
             self.abort(described(error))
             raise
@@ -214,10 +222,22 @@ class Job:
                 raise
             finally:
                 self.end_trace("the job has ended" if self.failed is None else self.failed)
+                if self.replay is not None:
+                    self.replay.close()
                 if by_status is None:
                     for one in attached():
                         one.let_go(self.engine)
                     lending.forget_lent(self.engine)
+
+    def _note_end(self) -> None:
+        """The program has come to its end, and nothing is under way: the log says so, or a replay compares."""
+        if (self.log is None and self.replay is None) or self.membership is None:
+            return
+        digests = [digest for one in attached() for digest in one.digests(self.engine)]
+        if self.log is not None:
+            self.log.end(digests)
+        if self.replay is not None:
+            self.replay.judge(self.membership.steps, digests)
 
     def end_failed(self, *, at_exit: bool) -> None:
         """After the end of a job: where it has failed, nothing may keep the process."""

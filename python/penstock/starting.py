@@ -11,14 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock import addresses, launcher_pipe, rendezvous
+from penstock import addresses, launcher_pipe, rendezvous, replaying
 from penstock.coordinator import Cluster, Rates
 from penstock.ending import described
 from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.grouping import AUTO, NONE_ASKED_FOR
-from penstock.members import Membership
+from penstock.log_keeping import LogKeeper, header_of
+from penstock.members import EngineCourse, Membership
 from penstock.running import Job, one_line
 from penstock.version import installed_version
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.boards import Board
     from penstock.config import Options
     from penstock.launchers import Launch
+    from penstock.membership_file import LoggedRun
     from penstock.rendezvous import Agreement
 
 __all__ = ["arrive", "open_door", "start"]
@@ -49,8 +52,11 @@ def start(launch: Launch, measure: Callable[[Job], Rates], board: Board | None =
         PenstockError: As `penstock.init`.
     """
     _check_encrypt(launch.options)
+    run = replaying.asked_for()
+    if run is not None:
+        launch = replaying.as_it_was(launch, run)
     if launch.options.join is not None:
-        return _start_as_newcomer(launch)
+        return _start_as_newcomer(launch, run)
     _check_elastic(launch.options)
     lanes = launch.options.lanes or max(1, min(2, len(os.sched_getaffinity(0)) // CORES_PER_LANE))
     door = _EngineDoor(launch)
@@ -61,19 +67,21 @@ def start(launch: Launch, measure: Callable[[Job], Rates], board: Board | None =
             door.connect([door.listen(agreement)])
         else:
             agreement = rendezvous.exchange(launch, door, version=installed_version(), lanes=lanes, board=board)
-        return _joined(replace(launch, options=agreement.options), door, agreement, measure)
+        return _joined(replace(launch, options=agreement.options), door, agreement, measure, run)
     except BaseException as error:  # an interrupt, too: the others wait for this rank
         door.close(error)
         raise
 
 
-def _start_as_newcomer(launch: Launch) -> Job:
+def _start_as_newcomer(launch: Launch, run: LoggedRun | None) -> Job:
     """A part in a job that runs, which is taken when there is a model: until then nobody waits for this process."""
     from penstock.doorway import Entrance
 
     visit = Entrance(launch.options, launch.sources, installed_version())
     try:
         agreement, rates = visit.enter()
+        if run is not None:
+            replaying.take_number(run, agreement.options.rank)
         launch = replace(launch, options=agreement.options)
         # Ranks of one host may listen to others, too (option interface): then this one may be on another.
         is_here = agreement.single_host and addresses.is_loopback(visit.host)
@@ -89,7 +97,9 @@ def _start_as_newcomer(launch: Launch) -> Job:
     job.rates = rates
     if job.options.line_rate_mbit != 0.0:
         engine.set_rates(_of_each(job))  # slices are cut by them
-    job.membership = _membership(engine, job.rank, arriving=True)
+    if run is not None:
+        engine.cut_as(*run.header.slicing)
+    _begin_membership(job, run, arriving=True)
     _begin_trace(job)
     return job
 
@@ -130,7 +140,9 @@ class _EngineDoor:
             self.engine.shutdown()
 
 
-def _joined(launch: Launch, door: _EngineDoor, agreement: Agreement, measure: Callable[[Job], Rates]) -> Job:
+def _joined(
+    launch: Launch, door: _EngineDoor, agreement: Agreement, measure: Callable[[Job], Rates], run: LoggedRun | None
+) -> Job:
     """The job, once all know each other's addresses."""
     engine, chosen, hosts = door.engine, door.chosen, agreement.hosts
     assert engine is not None and chosen is not None  # it is connected
@@ -148,7 +160,9 @@ def _joined(launch: Launch, door: _EngineDoor, agreement: Agreement, measure: Ca
     if launch.options.role == "worker":
         _ = job.servers  # no later than the servers themselves
     if job.options.elastic and job.options.ranks > 1:
-        _go_on_after_losses(job, door.hosts)
+        if run is not None:
+            engine.cut_as(*run.header.slicing)
+        _go_on_after_losses(job, door.hosts, run)
     _begin_trace(job)
     return job
 
@@ -173,7 +187,7 @@ def _choose_groups(job: Job, hosts: tuple[int, ...]) -> None:
         _log.info("groups, as chosen: %s", job.groups_reason)
 
 
-def _go_on_after_losses(job: Job, hosts: list[str]) -> None:
+def _go_on_after_losses(job: Job, hosts: list[str], run: LoggedRun | None) -> None:
     """Let the others go on from now on when members are lost; all must be reachable for that by another port."""
     from penstock.elastic_calls import ElasticCalls
 
@@ -184,15 +198,35 @@ def _go_on_after_losses(job: Job, hosts: list[str]) -> None:
     ranks, limit_s = job.options.ranks, job.options.operation_timeout_s
     job.calls = ElasticCalls(job.engine, job.rank, ranks, range(ranks), limit_s)
     job.engine.go_on_after_losses(councils, job.options.ranks_min)
-    job.membership = _membership(job.engine, job.rank)
+    _begin_membership(job, run)
+    assert job.membership is not None  # since now
     job.membership.takes(job.calls)
+    _keep_log(job)
+    if run is not None and job.agreement is not None:
+        replaying.check_program(header_of(job.engine, job.agreement), run)
 
 
-def _membership(engine: Engine, rank: int, *, arriving: bool = False) -> Membership:
-    """Of an elastic job. A launcher hears without whom it goes on: those may never end by themselves."""
-    membership = Membership(engine, rank, arriving=arriving)
-    membership.call(lambda change: launcher_pipe.tell(rank, lost=change.lost) if change.lost else None)
-    return membership
+def _begin_membership(job: Job, run: LoggedRun | None, *, arriving: bool = False) -> None:
+    """From now on this rank knows who takes part; in a replay it hears that from the log of the run."""
+    if run is not None:
+        options = job.options
+        limits = (options.operation_timeout_s, options.rendezvous_timeout_s)
+        job.replay = replaying.LoggedCourse(job.engine, run, job.rank, *limits)
+    job.membership = membership = Membership(job.replay or EngineCourse(job.engine), job.rank, arriving=arriving)
+    # A launcher hears without whom this rank goes on: those may never end by themselves.
+    membership.call(lambda change: launcher_pipe.tell(membership.own, lost=change.lost) if change.lost else None)
+
+
+def _keep_log(job: Job) -> None:
+    """Let the log of this job be kept, if it is to be, and let those know of its collectives who want to."""
+    assert job.membership is not None and job.calls is not None  # it is elastic
+    path = job.options.membership_log
+    if path is not None:
+        assert job.agreement is not None  # of several ranks
+        header = header_of(job.engine, job.agreement)
+        job.log = LogKeeper(Path(path), header, job.engine, job.membership, job.calls.book)
+        job.membership.note = job.log.look
+    job.calls.order = job.replay or job.log
 
 
 def _check_elastic(options: Options) -> None:
@@ -204,6 +238,11 @@ def _check_elastic(options: Options) -> None:
     if not options.elastic:
         if options.ranks_min is not None:
             raise ConfigError("option ranks_min is for elastic jobs: give elastic=True (PENSTOCK_ELASTIC), too")
+        if options.membership_log is not None:
+            raise ConfigError(
+                "option membership_log: members change in elastic jobs alone: give elastic=True (PENSTOCK_ELASTIC), "
+                "too, or leave it out"
+            )
         return
     found = {"servers": options.servers > 0, "groups": options.groups is not None}
     for name, given in found.items():
@@ -375,3 +414,4 @@ def arrive(running: Job) -> None:
     limit_s = options.operation_timeout_s
     running.calls = ElasticCalls(running.engine, running.rank, running.world_size, membership.members, limit_s)
     membership.takes(running.calls)
+    _keep_log(running)

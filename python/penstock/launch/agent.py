@@ -8,8 +8,9 @@ Input, one message per line: first ``{"cwd", "workers": [{"rank", "command", "en
 with a ``rank`` if it is for one of them. A variable of the environment that is null is one that the process shall not
 have.
 Output: `HELLO` with free ports, then ``{"started", "pid"}``, ``{"rank", "stream", "text"}`` for a line of a worker's
-output, ``{"rank", "member", "door"}`` when it has told where newcomers come in and ``{"rank", "member", "lost"}`` when
-it goes on without some, ``{"rank", "member", "over"}`` when it leaves the job in order, ``{"stopped"}`` and
+output, ``{"rank", "member", "door"}`` when it has told where newcomers come in, ``{"rank", "member", "lost"}`` when it
+goes on without some, ``{"rank", "member", "over"}`` when it leaves the job in order, ``{"rank", "member", "told"}`` for
+what it tells in a replay, ``{"stopped"}`` and
 ``{"continued"}`` as a signal has stopped one or let it go on, ``{"ended", "status"}``, and ``{"failed", "why"}`` if one
 could not be started.
 """

@@ -118,9 +118,14 @@ class Interrupted(PenstockError):
 
 
 class Supervisor:
-    """Runs a `LaunchPlan`."""
+    """Runs a `LaunchPlan`.
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    Args:
+        plan: What is to run.
+        vacancies: Who comes in the place of whom, if the plan does not say it.
+    """
+
+    def __init__(self, plan: LaunchPlan, vacancies: Vacancies | None = None) -> None:
         self._plan = plan
         self._agents: list[AgentLink] = []
         self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
@@ -136,8 +141,8 @@ class Supervisor:
         """Workers without which the others have gone on."""
         self._stopped: set[int] = set()
         """Those that a signal has stopped."""
-        self._vacancies = Vacancies(plan.newcomers_max)
-        if not plan.replaces:
+        self._vacancies = Vacancies(plan.newcomers_max) if vacancies is None else vacancies
+        if vacancies is None and not plan.replaces:
             self._vacancies.close()
         self._given_up = GivenUp(plan.grace_s)
         self._ends = False
@@ -260,6 +265,13 @@ class Supervisor:
 
     # Newcomers in the places of lost workers.
 
+    def _end_some(self) -> None:
+        """In a replay: kill those who were lost at this point of the run."""
+        for key in self._vacancies.to_end():
+            for agent in self._agents:
+                if key in agent.left:
+                    agent.order({"signal": signal.SIGKILL, "rank": key})
+
     def _fill_places(self) -> None:
         """Begin to start newcomers, as far as places are vacant and somebody can come."""
         running = self._taking_part() - self._stopped  # one that is stopped lets nobody in
@@ -299,7 +311,9 @@ class Supervisor:
 
     def _never_came(self, key: int, why: str) -> None:
         """A newcomer has not come so far that it took part: nobody misses it."""
-        self._vacancies.failed(key)
+        can_do_without = self._vacancies.failed(key)
+        if not self._ends and not can_do_without:
+            raise JobFailed(why, 1)
         if not self._ends:
             self._tell(why)
 
@@ -310,6 +324,7 @@ class Supervisor:
         """
         while self._workers_run():
             self._handle(math.inf)
+            self._end_some()
             self._fill_places()
             self._end_given_up()
             if not self._workers_run():
@@ -397,6 +412,8 @@ class Supervisor:
                 self._tell(f"{self._seat_of[key].name} takes part, one of {len(self._taking_part())}")
         elif "failed" in message:
             self._not_started(agent, message["failed"], message["why"])
+        elif "told" in message:
+            self._vacancies.told(message["rank"], message["told"])
         elif "stopped" in message:
             self._stopped.add(message["stopped"])
         elif "continued" in message:

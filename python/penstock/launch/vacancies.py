@@ -9,7 +9,7 @@ reached, and which.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from penstock.launch.placement import Seat
@@ -58,11 +58,19 @@ class Vacancies:
         self._in_vain = 0
         return True
 
-    def failed(self, key: int) -> None:
-        """A newcomer has ended before it took part, or could not be started."""
+    def failed(self, key: int) -> bool:
+        """A newcomer has ended before it took part, or could not be started. Returns whether the others do without."""
         self._vacant.append(self.coming.pop(key))
         self._in_vain_at[self._came_to.pop(key)] += 1
         self._in_vain += 1
+        return True
+
+    def told(self, key: int, facts: Mapping[str, str]) -> None:
+        """A worker has told the launcher something: in replays alone."""
+
+    def to_end(self) -> list[int]:
+        """Keys of workers that are to be killed now: nobody, but in replays."""
+        return []
 
     def next(self, running: Collection[int]) -> tuple[Seat, str] | None:
         """A newcomer that is to be started now.

@@ -38,7 +38,7 @@ from penstock.torch.model.layout import ROOT, is_dense, without_repeats
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["Drift", "next_due"]
+__all__ = ["Drift", "next_due", "parameters_digest"]
 
 FIRST_STEPS = (0, 1)
 """Before the first update, and after it: what is set up on one rank alone shows at once."""
@@ -59,6 +59,12 @@ BUFFER_ADVICE = (
     "Change it on all ranks alike, let rank 0's be copied (broadcast_buffers=True), or do not save it "
     "(persistent=False)"
 )
+
+
+def parameters_digest(model: nn.Module) -> int:
+    """64 bits, as a signed number, of all parameters of a model, wherever they are."""
+    watched = [_Watched.of(*named) for named in model.named_parameters() if named[1].numel()]
+    return _Report(0, _digests(watched), [], []).digest()
 
 
 def next_due(step: int, every: int) -> int:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.attached import Attached
 from penstock.torch.access import asynchronous_here, copies_here, finish_all, lossy_here
+from penstock.torch.agreement.drift import parameters_digest
+from penstock.torch.distributed import models_of
 from penstock.torch.release.failure import after_failure, let_go
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ class Models(Attached):
     def explain(self, engine: Engine, error: PenstockError) -> None:
         """Which layers are whole."""
         after_failure(engine, error)
+
+    def digests(self, engine: Engine) -> list[int]:
+        """As ranks compare them, too."""
+        return [parameters_digest(distributed.model) for distributed in models_of(engine)]
 
     def let_go(self, engine: Engine) -> None:
         """They are the program's own again."""
