@@ -36,6 +36,7 @@ class Script(Vacancies):
         self._ranks = run.header.ranks
         self._changes = run.changes()
         self._newcomers = run.newcomers()
+        self._lost_at = {rank: number for number, change in enumerate(self._changes) for rank in change.lost}
         self._asked_for = -1
         self._unnumbered: int | None = None
         """A newcomer that has no rank yet, by its key, which is the rank that it is to get."""
@@ -78,6 +79,11 @@ class Script(Vacancies):
         self.coming[seat.key], self._came_to[seat.key] = seat, worker
         self._unnumbered = seat.key
         return seat, self._doors[worker]
+
+    def _with_door(self, running: Collection[int]) -> int | None:
+        """Whoever stays longest: a newcomer asks there more than once."""
+        known = (key for key in running if key in self._doors)
+        return max(known, key=lambda key: (self._lost_at.get(key, len(self._changes)), -key), default=None)
 
     def failed(self, key: int) -> bool:
         """See `Vacancies`: the others do without one that never took part in the run, either, or was lost there."""
