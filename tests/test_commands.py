@@ -88,6 +88,7 @@ SERVERS = By(
 SERVER_BY_HAND = By(
     "tests/servers/test_dedicated.py::test_servers_that_are_started_by_hand_serve_workers_that_something_else_starts"
 )
+REPLAYS = By("tests/elastic/test_replays.py::test_a_run_that_lost_one_and_took_one_in_is_repeated_to_the_same_bits")
 TRACES = By("tests/tracing/test_traced_jobs.py::test_the_page_s_commands")
 UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
@@ -136,6 +137,10 @@ TABLE = {
     "penstock run --min 3 --max 4 train.py": By(
         "tests/elastic/test_launched.py::test_a_new_worker_comes_in_the_place_of_one_that_is_killed"
     ),
+    "PENSTOCK_MEMBERSHIP_LOG=run.jsonl penstock run --min 3 --max 4 train.py": REPLAYS,
+    "penstock replay": NAMED,
+    "penstock replay run.jsonl": REPLAYS,
+    "penstock replay run.jsonl train.py --epochs 3": REPLAYS,
     "mpirun penstock run --servers 2 train.py": By("tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"),
     "mpirun -n 6 penstock run --servers 2 train.py": By(
         "tests/launch/test_tasks.py::test_a_job_of_tasks_with_a_server"

@@ -14,6 +14,7 @@ from penstock.membership_file import read_log
 
 STEPS = 14
 LOST_AFTER = 5
+pytestmark = pytest.mark.slow
 OPTIONS = {"elastic": True, "peer_timeout_s": 5.0, "line_rate_mbit": 1000.0, "slice_bytes": 16 << 10}
 
 

@@ -140,6 +140,8 @@ def _program(options: argparse.Namespace, run: LoggedRun) -> tuple[list[str], st
         if not Path(options.program).is_file():
             raise ConfigError(f"there is no file {options.program} in {Path.cwd()}")
         return [sys.executable, options.program, *options.arguments], str(Path.cwd())
+    if options.arguments:
+        raise ConfigError(f"{options.arguments[0]} comes behind the log: give options before the log, or a program")
     header = run.header
     if not header.command:
         raise ConfigError(f"{options.log} does not say which program ran: give it behind the log")
