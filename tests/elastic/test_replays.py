@@ -156,7 +156,7 @@ def test_what_is_read_ahead_is_repeated_too(seed, tmp_path):
 
 
 def say_less(run):
-    """The same log, but for what rank 1 was in with all of its samples: one step less, whose samples are dealt again."""
+    """The same log, but that rank 1 was in one step less with all of its samples: these are dealt again."""
     lines = [json.loads(line) for line in run.read_text(encoding="utf-8").splitlines()]
     for line in lines:
         if "whole_steps" in line and 1 not in line["members"]:
