@@ -142,6 +142,8 @@ class LoggedCourse:
         self._seen = 0
         """So many epochs of the engine are looked at."""
         self._present = self._began
+        self._astray: str | None = None
+        """How this job has become another one than the run."""
         self._called: CallPlace | None = None
         self._calls = 0
         self._of_admissions = 0
@@ -266,10 +268,16 @@ class LoggedCourse:
         return next((number for number, epoch in enumerate(epochs) if epoch.step > max(1, self._begun)), len(epochs))
 
     def _reach(self) -> int:
-        """How many changes have come about in this job."""
-        if self._engine.epoch < self._seen:
-            return self._reached  # there is no new epoch
+        """How many changes have come about in this job.
+
+        Raises:
+            ConfigError: Other ranks were lost, or came, than in the run.
+        """
         with self._lock:
+            if self._astray is not None:
+                raise ConfigError(self._astray, rank=self._own)
+            if self._engine.epoch < self._seen:
+                return self._reached  # there is no new epoch
             for among, _ in self._engine.epochs()[self._seen :]:
                 self._seen += 1
                 here = frozenset(among)
@@ -287,9 +295,9 @@ class LoggedCourse:
         gone = ", ".join(f"rank {rank}" for rank in sorted((self._present & there) - here))
         more = ", ".join(f"rank {rank}" for rank in sorted(here - (self._present | there)))
         what = f"{gone} was lost" if gone else f"{more} has come"
-        why = f"the replay has left its log: {what}, and not in the run that is replayed"
-        self._engine.abort(why)
-        raise ConfigError(why, rank=self._own)
+        self._astray = f"the replay has left its log: {what}, and not in the run that is replayed"
+        self._engine.abort(self._astray)
+        raise ConfigError(self._astray, rank=self._own)
 
     def _await_change(self, number: int) -> None:
         if self._reached > number:
