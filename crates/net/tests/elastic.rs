@@ -407,7 +407,7 @@ fn a_connection_that_can_never_be_made_holds_nobody_up_for_ever() {
     assert!(texts.iter().any(|text| text.contains("could not be connected to")), "{texts:?}");
 }
 
-/// As a replay has it: of the second step every other slice of the first tensor was over before the loss, and nothing else.
+/// As a replay has it: of the second step every other slice of the first tensor was over before the loss, nothing else.
 #[test]
 fn a_rank_that_withholds_rounds_is_lost_at_these_slices() {
     let size = 3;
@@ -467,7 +467,8 @@ fn a_rank_that_withholds_rounds_is_lost_at_these_slices() {
             let (all, left) = (average(&[0, 1, 2], tensor, 2), average(&[0, 1], tensor, 2));
             for slice in book.slices_of(tensor as TensorId) {
                 let at = &book.slices[slice as usize];
-                let range = at.offset_bytes as usize / 4..(at.offset_bytes as usize + at.len_bytes as usize) / 4;
+                let begin = at.offset_bytes as usize / 4;
+                let range = begin..begin + at.len_bytes as usize / 4;
                 let expected = if over[slice as usize] == 2 { &all } else { &left };
                 assert_eq!(values[range.clone()], expected[range], "slice {slice}");
             }
