@@ -295,9 +295,13 @@ class LoggedCourse:
         gone = ", ".join(f"rank {rank}" for rank in sorted((self._present & there) - here))
         more = ", ".join(f"rank {rank}" for rank in sorted(here - (self._present | there)))
         what = f"{gone} was lost" if gone else f"{more} has come"
-        self._astray = f"the replay has left its log: {what}, and not in the run that is replayed"
+        raise self._strayed(f"{what}, and not in the run that is replayed")
+
+    def _strayed(self, why: str) -> ConfigError:
+        """This job ends, and every call says why."""
+        self._astray = f"the replay has left its log: {why}"
         self._engine.abort(self._astray)
-        raise ConfigError(self._astray, rank=self._own)
+        return ConfigError(self._astray, rank=self._own)
 
     def _await_change(self, number: int) -> None:
         if self._reached > number:
@@ -353,7 +357,11 @@ class LoggedCourse:
         change = self._changes[number]
         if change.call is not None and (self._called is None or self._called < change.call):
             return False
-        return self._engine.has_come_to(change.rounds)
+        try:
+            return self._engine.has_come_to(change.rounds)
+        except ConfigError as error:  # gradients of another model, which would never come to these rounds
+            with self._lock:
+                raise self._strayed(str(error)) from None
 
 
 def _tells(rank: int) -> Callable[..., None]:

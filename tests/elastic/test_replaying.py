@@ -25,6 +25,7 @@ class PlayedEngine:
         self.withheld = self.aborted = None
         self.heard = {}
         self.all_here = False
+        self.differs = None
 
     @property
     def epoch(self):
@@ -49,6 +50,8 @@ class PlayedEngine:
         self.withheld = rounds
 
     def has_come_to(self, rounds):
+        if self.differs is not None:
+            raise ps.ConfigError(self.differs)
         return self.all_here
 
     def begin_step(self, step):
@@ -179,6 +182,16 @@ def test_a_replay_that_leaves_its_log_says_so(amongs, says, begin):
         with pytest.raises(ps.ConfigError, match=f"the replay has left its log: {says}"):
             course.latest()
     assert says in engine.aborted
+
+
+def test_a_model_of_other_slices_ends_the_replay_at_once(begin):
+    engine = PlayedEngine()
+    engine.differs = "it had 5 slices"
+    course = begin(engine, 0)
+    course._called = CallPlace(0, 3)
+    with pytest.raises(ps.ConfigError, match="the replay has left its log: it had 5 slices"):
+        course.begin_step(6)
+    assert "it had 5 slices" in engine.aborted
 
 
 def test_of_two_that_were_lost_at_once_one_may_be_lost_first(begin):
