@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.grouping import NONE_ASKED_FOR
+from penstock.tracing.late import sentence
 
 __all__ = ["Report", "communication_lines", "duration", "plural", "shortened", "size", "summary"]
 
 BUSY = ("backward", "forward", "stalled", "other")
 NAME_WIDTH = 38
+COLUMNS = 80
 
 
 class Report(dict[str, Any]):
@@ -43,6 +46,12 @@ class Report(dict[str, Any]):
             lines.append(f"  no ranks sum among themselves ({self['groups_reason']})")
         if self["lossy"]:
             lines.append("  LOSSY: " + ", ".join(f"{name} {scheme}" for name, scheme in self["lossy"].items()))
+        if late := self.get("late"):
+            for one in late["ranks"]:
+                said = sentence(one, f"rank {one['rank']}")
+                lines += textwrap.wrap(said, COLUMNS, initial_indent="  ", subsequent_indent="    ")
+            if late["judged_steps"] and not late["ranks"]:
+                lines.append(f"  nobody waits for one rank (steps until {late['until_step']:,} were looked at)")
         lines += [f"  NOT SYNCHRONOUS: {one}" for one in self.get("local_updates", [])]
         lines += [f"  NOT SYNCHRONOUS: {name} {_staleness(one)}" for name, one in self.get("asynchronous", {}).items()]
         return "\n".join([*lines, ""])

@@ -113,6 +113,8 @@ class Options:
             assumed, and connections left alone. What they hold is corrected while running by what gets through.
         check_every: Steps between two comparisons of the ranks' parameters and hyperparameters (docs/errors.md), the
             first two steps aside; ``0`` or ``"off"``: none.
+        lateness: Say in `penstock.report`, and once a minute in the log of rank 0, which rank the others wait for, and
+            why (docs/lateness.md).
         policy: How layers' schemes are chosen: ``measured`` by predicted seconds, ``paper`` by Poseidon's Algorithm 1.
         collective_schemes: Let ``schemes="auto"`` give layers a collective (``central``, ``tree``, ``ring``,
             ``butterfly``) that is predicted to take at least a tenth less time than the store, where ``policy`` is
@@ -165,6 +167,7 @@ class Options:
     broadcast_buffers: bool = False
     line_rate_mbit: float | None = None
     check_every: int = 500
+    lateness: bool = True
     policy: str = "measured"
     collective_schemes: bool = False
     pinned_bytes: int = 64 << 20
@@ -231,6 +234,7 @@ class OptionArguments(TypedDict, total=False):
     broadcast_buffers: bool | None
     line_rate_mbit: float | str | None
     check_every: int | str | None
+    lateness: bool | None
     policy: str | None
     collective_schemes: bool | None
     pinned_bytes: int | str | None
@@ -408,6 +412,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
         lambda raw: integer(0 if raw == "off" else raw, 0, STEPS_MAX),
         f'steps, from 1 to {STEPS_MAX}, or 0 or "off" for never',
     ),
+    "lateness": _SWITCH,
     "policy": (_one_of(POLICIES), " or ".join(f'"{name}"' for name in POLICIES)),
     "collective_schemes": _SWITCH,
     "pinned_bytes": (

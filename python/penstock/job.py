@@ -22,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.members import MembersChange, MembershipEpoch
 from penstock.running import Job
 from penstock.starting import start
+from penstock.tracing.moments import moments_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -262,6 +263,12 @@ def report() -> Report:
     gradients copied between device and host, the seconds that it took for them, and the share of that time in which
     nothing waited for them.
 
+    ``late`` says which ranks the others wait for, as of the last steps that were looked at: ``ranks`` has those that
+    stand out, the worst first, each by the number that it began with, with how late it is per step (``late_ms`` of
+    ``step_ms``), from which layer on, and the cause (``compute``, ``input``, ``network``, ``processing``; none if it is
+    not clear). ``until_step`` is the last of these steps, ``judged_steps`` how many they were; ``why`` says why nothing
+    is known, if so (docs/lateness.md).
+
     Raises:
         ConfigError: Before `init` or after `shutdown`, or in a forked child.
 
@@ -274,9 +281,23 @@ def report() -> Report:
     found["groups"] = [list(group) for group in current("report").groups]
     found["groups_reason"] = current("report").groups_reason
     found["lossy"], found["local_updates"], found["asynchronous"] = {}, [], {}
+    found.update(_lateness(current("report")))
     for one in attached():
         found.update(one.report())
     return found
+
+
+def _lateness(running: Job) -> dict[str, object]:
+    judge = moments_of(running.engine).judge
+    if judge is not None:
+        return judge.said()
+    if running.world_size == 1:
+        why = "a job of one process, in which nobody waits for others"
+    elif not running.options.lateness:
+        why = "the option lateness is off"
+    else:
+        why = "no model in main memory is trained by steps in which all ranks wait for each other"
+    return {"late": {"ranks": [], "judged_steps": 0, "until_step": None, "why": why}}
 
 
 def shutdown() -> None:

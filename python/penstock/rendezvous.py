@@ -132,6 +132,7 @@ AGREED = (
     "broadcast_buffers",
     "line_rate_mbit",
     "check_every",
+    "lateness",
     "policy",
     "collective_schemes",
     "encrypt",

@@ -41,6 +41,7 @@ SAMPLES = {
     "broadcast_buffers": ("true", True, ""),
     "line_rate_mbit": ("950", 950.0, "fast"),
     "check_every": ("off", 0, "-1"),
+    "lateness": ("off", False, "maybe"),
     "policy": ("paper", "paper", "greedy"),
     "collective_schemes": ("yes", True, "ring"),
     "pinned_bytes": ("8388608", 8 << 20, "1000"),

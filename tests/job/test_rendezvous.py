@@ -130,6 +130,7 @@ def test_another_version_is_named_on_every_rank(place):
         ("broadcast_buffers", True, "True"),
         ("lanes", 4, "4"),
         ("check_every", 10, "10"),
+        ("lateness", False, "False"),
         ("policy", "paper", "paper"),
         ("collective_schemes", True, "True"),
     ],

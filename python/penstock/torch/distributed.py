@@ -52,6 +52,7 @@ from penstock.torch.updates.kept_pieces import kept_book
 from penstock.torch.updates.kinds import AT_OWNERS, UpdateKind
 from penstock.torch.updates.optimizer import Updates
 from penstock.torch.updates.patching import PatchedOptimizer
+from penstock.tracing.late_watch import LateWatch
 from penstock.tracing.moments import FORWARD, NO_LAYER, coded, moments_of
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Distributed:
         adopts: Whether an optimizer that it was not given may come to be its own, as that of a wrapped model does.
         named: Its parameters and buffers, by name; not their memory, which the program may exchange.
         copies: One rank's of them, or of what belongs to them, to all others.
+        lateness: Who says which rank is late, by the steps of this model, if no other one came after it.
     """
 
     def __init__(
@@ -201,6 +203,11 @@ class Distributed:
             self.drift.compare_at(told["step"])
         if asynchronous or membership is not None:
             self.schemes.choice.rest()
+        self.lateness: LateWatch | None = None
+        if options.lateness and not asynchronous and device is None:
+            self.lateness = self._watch_lateness()
+            if told is not None and told["lateness"] is not None:
+                self.lateness.go_on_from(told["lateness"])
         if not self.updates:  # each backward is a step
             self.gradients.begin_step = self._begin_backward
             self.gradients.end_step = self._end_backward
@@ -277,6 +284,22 @@ class Distributed:
         )
         self.servers.check_that_all_own(gradients.id, name)
         return gradients
+
+    def _watch_lateness(self) -> LateWatch:
+        """By the steps of this model from now on, and no more by those of one before it."""
+        if self.moments.judge is not None:
+            self.moments.judge.stop()
+        return LateWatch(
+            self.engine,
+            self.moments,
+            self.name,
+            self.gradients.id,
+            [layer.name for layer in self.layers],
+            self.gradients.rank,
+            self.ranks,
+            membership=self.membership,
+            grouped=bool(self.servers.groups),
+        )
 
     def _cluster(self, hosts: tuple[int, ...]) -> Cluster:
         """The job's workers, servers and groups; what slices there are says the engine."""
@@ -371,7 +394,7 @@ class Distributed:
         if self.buffers is not None:
             self.buffers.finish()
         self._look_for_members()
-        self._copy_buffers()
+        self._end_step()
 
     def _begin_backward(self, step: int) -> None:
         """Without an optimizer a step begins."""
@@ -385,9 +408,9 @@ class Distributed:
             self.membership.count(self.gradients.closed, self.gradients.id)
         if not self.observed and not self.adopts and (self.watch is None or not self.watch.is_in_forward):
             self.end_observation()
-        self._copy_buffers()
+        self._end_step()
 
-    def _copy_buffers(self) -> None:
+    def _end_step(self) -> None:
         """A step has ended: rank 0's buffers go to all others, which have them by the next forward."""
         if self.buffers is not None:
             self.buffers.finish()
@@ -395,6 +418,8 @@ class Distributed:
                 self.buffers.source = self.membership.rank == 0
             self.buffers.start(self.gradients.step - 1)
         self._step_is_new = True
+        if self.lateness is not None:
+            self.lateness.after_round(self.gradients.closed)
 
     @property
     def _is_counted(self) -> bool:
@@ -414,6 +439,8 @@ class Distributed:
         self.finish()
         self.gradients.finish(self.slots)
         self.drift.conclude()
+        if self.lateness is not None:
+            self.lateness.break_off()
 
     def tell_newcomers(self, members: tuple[int, ...], came: tuple[int, ...]) -> None:
         """See `penstock.members.ElasticPart`."""
@@ -430,6 +457,7 @@ class Distributed:
             "backwards": self.gradients.closed,
             "counts": self.moments.counting == self.gradients.id,
             "buffers": self.drift.first,
+            "lateness": None if self.lateness is None else self.lateness.state,
         }
         optimizers = [updates.optimizer.state_dict() for updates in self.updates]
         for state in optimizers:
@@ -656,6 +684,8 @@ def _agreeing(running: Job, told: Mapping[str, Any] | None) -> Agreeing:
 def let_go_of(distributed: Distributed) -> None:
     """End the distribution of one model while its job goes on: it and its optimizers are plain again. Collective."""
     distributed.synchronize()
+    if distributed.lateness is not None:
+        distributed.lateness.stop()
     distributed.ending.stop_work()
     distributed.ending.put_away(())
     distributed.ending.release()

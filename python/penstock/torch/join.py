@@ -23,6 +23,7 @@ from penstock.warning import warn
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.job import Job
 
 __all__ = ["join"]
 
@@ -57,6 +58,24 @@ def join() -> Iterator[None]:
     if running.world_size == 1:
         yield
         return
+    with _at_rest(distributed_here()), _joining(running):
+        yield
+
+
+@contextmanager
+def _at_rest(models: Sequence[Distributed]) -> Iterator[None]:
+    """Within, ranks are at different steps: nobody says who is late."""
+    watches = [distributed.lateness for distributed in models if distributed.lateness is not None]
+    for watch in watches:
+        watch.rest()
+    yield
+    for watch in watches:
+        watch.resume()
+
+
+@contextmanager
+def _joining(running: Job) -> Iterator[None]:
+    """As `join`, of several ranks."""
     at_owners = [one for one in distributed_here() if one.gradients.drop is not None]
     together = [one for one in at_owners if not _asynchronous(one)]
     if together:

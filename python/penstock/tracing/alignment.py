@@ -20,7 +20,7 @@ from functools import partial
 
 from penstock.tracing.journeys import TracedFrame
 
-__all__ = ["RATE_MAX", "Clock", "Lead", "align", "lead_of"]
+__all__ = ["RATE_MAX", "Clock", "Lead", "align", "lead_of", "short_lead"]
 
 RATE_MAX = 200e-6
 """By how much clocks may run apart: quartz is within 100 ppm, and so is what NTP slews."""
@@ -82,6 +82,19 @@ def lead_of(upper: Sequence[tuple[int, int]], lower: Sequence[tuple[int, int]]) 
     ends = [float(first - middle), float(last - middle)]
     error = _error(most, least, (lead, rate), ends, steepest)
     return Lead(middle, start + round(lead), rate, error)
+
+
+def short_lead(upper: Sequence[tuple[int, int]], lower: Sequence[tuple[int, int]]) -> Lead | None:
+    """As `lead_of`, for some seconds: one lead for all the time, and what clocks may drift meanwhile as error.
+
+    It takes microseconds, and `lead_of` milliseconds.
+    """
+    if not upper or not lower:
+        return None
+    times = [at for at, _ in (*upper, *lower)]
+    first, last = min(times), max(times)
+    most, least = min(there - at for at, there in upper), max(there - at for at, there in lower)
+    return Lead((first + last) // 2, (most + least) // 2, 0.0, abs(most - least) / 2 + RATE_MAX * (last - first))
 
 
 def _top(most: Bounds, rate: float) -> float:
@@ -180,6 +193,7 @@ def align(
     frames: Iterable[TracedFrame],
     boots: Mapping[int, str],
     of_day: Mapping[int, Sequence[tuple[int, int]]],
+    lead: Callable[[Sequence[tuple[int, int]], Sequence[tuple[int, int]]], Lead | None] = lead_of,
 ) -> dict[int, Clock]:
     """A clock for each rank, to that of the first.
 
@@ -190,8 +204,9 @@ def align(
         frames: Between any of them.
         boots: Which start of which machine a rank runs on; ranks of one have one clock, unless frames say otherwise.
         of_day: Each rank's clock and the time of day at some moments: for those to whom no frames lead.
+        lead: `lead_of`, or `short_lead`.
     """
-    leads = _leads(ranks, frames, boots)
+    leads = _leads(ranks, frames, boots, lead)
     found = {ranks[0]: Clock(0, 0, 1.0, 0.0, "reference")}
     ways = [(0.0, ranks[0], ranks[0])]
     done: set[int] = set()
@@ -200,13 +215,13 @@ def align(
         if rank in done:
             continue
         done.add(rank)
-        for (a, b), (lead, how) in leads.items():
+        for (a, b), (between, how) in leads.items():
             known = found.get(b)
             if a != rank or b in done:
                 continue
-            if known is None or known.error_ns is None or error + lead.error_ns < known.error_ns:
-                found[b] = _through(found[rank], lead, error + lead.error_ns, how)
-                heapq.heappush(ways, (error + lead.error_ns, b, a))
+            if known is None or known.error_ns is None or error + between.error_ns < known.error_ns:
+                found[b] = _through(found[rank], between, error + between.error_ns, how)
+                heapq.heappush(ways, (error + between.error_ns, b, a))
     for rank in ranks:
         if rank not in found:
             found[rank] = _by_day(of_day.get(ranks[0], ()), of_day.get(rank, ()))
@@ -214,7 +229,10 @@ def align(
 
 
 def _leads(
-    ranks: Sequence[int], frames: Iterable[TracedFrame], boots: Mapping[int, str]
+    ranks: Sequence[int],
+    frames: Iterable[TracedFrame],
+    boots: Mapping[int, str],
+    lead_between: Callable[[Sequence[tuple[int, int]], Sequence[tuple[int, int]]], Lead | None],
 ) -> dict[tuple[int, int], tuple[Lead, str]]:
     upper: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     lower: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -225,7 +243,7 @@ def _leads(
     leads: dict[tuple[int, int], tuple[Lead, str]] = {}
     for a in ranks:
         for b in ranks:
-            lead = lead_of(upper[a, b], lower[a, b]) if a != b else None
+            lead = lead_between(upper[a, b], lower[a, b]) if a != b else None
             if lead is None:
                 continue
             if boots.get(a, "") == boots.get(b) != "" and _may_be_none(upper[a, b], lower[a, b]):

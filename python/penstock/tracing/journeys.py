@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 __all__ = [
+    "CONTRIBUTING",
     "POINTS",
     "Journey",
     "Record",
@@ -22,11 +24,15 @@ __all__ = [
     "journeys_of",
     "records_of",
     "sums_of",
+    "tuples_at",
 ]
 
 POINTS = ("submitted", "queued", "first byte out", "arrived", "summed", "answered", "landed", "applied")
 SUBMITTED, QUEUED, OUT, ARRIVED, SUMMED, ANSWERED, LANDED, APPLIED = range(len(POINTS))
+CONTRIBUTING = frozenset((1, 2, 16))
+"""Kinds of frames (docs/protocol.md) in which a rank gives its own: a push, one of nothing, a piece of a gather."""
 _PACKED = struct.Struct("<QIIIIiHBB")
+_POINT_AT = 30  # in these 32 bytes
 
 RoundName = tuple[int, int, int]
 
@@ -57,6 +63,12 @@ class Record(NamedTuple):
 def records_of(packed: bytes | bytearray) -> list[Record]:
     """In the order of time."""
     return sorted(map(Record._make, _PACKED.iter_unpack(packed)))
+
+
+def tuples_at(packed: bytes, points: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """Those at these points alone, as they lie: in a fraction of the time that all of `records_of` take."""
+    wanted = packed[_POINT_AT :: _PACKED.size].translate(bytes(point in points for point in range(256)))
+    return compress(_PACKED.iter_unpack(packed), wanted)
 
 
 @dataclass(slots=True)

@@ -2,13 +2,19 @@
 
 Pure. In a synchronous step all wait for the last, so that all steps take equally long: only when gradients were ready
 tells who made the others wait. A rank's *lag* in a step is how much later than those of the others (their median) its
-contributions were all at their owners. It is laid at the door of what took longer than with the others, up to then:
+last gradient was ready, and how much longer than theirs its contributions then were on their way. It is laid at the
+door of what took longer than with the others since the last gradient of the step before:
 
-- **compute**: forward and backward, without what follows;
+- **compute**: forward and backward, and what the program does between backward and step;
 - **input**: from the end of the step before until the forward, where a program gets its batch;
 - **network**: waits for averages of which all contributions are there, and the way of its own contributions once the
   last gradient was ready. What is waited for others is no cause, but the effect;
 - **processing**: our own, in the program's thread: updates, and `step` itself.
+
+Two feeds lead here: traces, after the job (`lateness_of`), and what ranks tell each other while it runs
+(`penstock.tracing.late_rows`). Nothing is said that what was measured does not bear out: a lag must be more than its
+own spread and than what clocks may be off; a cause must have most of the lag, and no other half as much; and the
+network is blamed for a rank only if frames to or from it really take longer than those between others.
 """
 
 from __future__ import annotations
@@ -17,21 +23,110 @@ import bisect
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from penstock.tracing.activities import Activities, Activity, TracedStep
-from penstock.tracing.journeys import SUBMITTED, Record, RoundName, TracedFrame
+from penstock.tracing.activities import Activities, Activity
+from penstock.tracing.journeys import CONTRIBUTING, SUBMITTED, Record, RoundName, TracedFrame
 
-__all__ = ["CAUSES", "Lateness", "lateness_of"]
+__all__ = [
+    "CAUSES",
+    "STEPS_MIN",
+    "JudgedRank",
+    "JudgedStep",
+    "Lateness",
+    "WaitSpan",
+    "judge_steps",
+    "judged_rank",
+    "lateness_of",
+    "sentence",
+]
 
 CAUSES = ("compute", "input", "network", "processing")
 SHARE_MIN = 0.05
 """Of a step, from which on a lag stands out."""
 LAG_MIN_NS = 1_000_000
+SPREADS_MIN = 3.0
+"""A lag that stands out is so many times the spread of all lags around each rank's own median."""
+MAD_TO_SIGMA = 1.4826
+STEPS_SHARE = 0.75
+"""In so many of the steps half of the least lag is there, too: what happens now and then is nobody's lag."""
 STEPS_MIN = 3
 """With fewer nothing is said."""
-CAUSE_OF = {"input": "input", "forward": "compute", "backward": "compute", "wait": "network", "update": "processing"}
+CAUSE_SHARE = 0.6
+"""Of the lag, which a cause must have to be named."""
+SLOWER_MIN = 1.5
+"""So many times as long as between others frames must take to or from a rank, or the network does not make it late."""
+
+PHASE_CAUSES = {
+    "input": "input",
+    "forward": "compute",
+    "backward": "compute",
+    "between": "compute",
+    "step": "processing",
+}
+"""What phases of a program count as, but for waits and updates in them."""
+
+Clocks = Mapping[int, Callable[[int], int]]
+Arrivals = Mapping[tuple[int, int], Mapping[int, int]]
+"""By source and target, and number of the step, when the last contribution was there."""
+Transits = Mapping[tuple[int, int], float]
+"""By source and target, how long frames take from their first byte until all is there, in the mean; nanoseconds."""
+
+
+class WaitSpan(NamedTuple):
+    """A wait of the program, or several that lie near each other.
+
+    Attributes:
+        begin_ns: From when on.
+        end_ns: Until when.
+        waited_ns: How much of that was waited.
+    """
+
+    begin_ns: int
+    end_ns: int
+    waited_ns: int
+
+    def after(self, moment_ns: int) -> float:
+        """How much of it was waited after this moment, if the waits are spread evenly."""
+        if moment_ns <= self.begin_ns:
+            return float(self.waited_ns)
+        if moment_ns >= self.end_ns:
+            return 0.0
+        return self.waited_ns * (self.end_ns - moment_ns) / (self.end_ns - self.begin_ns)
+
+
+@dataclass(slots=True)
+class JudgedStep:
+    """What a rank did from its last gradient of one step to its last one of the next; times on its own clock.
+
+    Attributes:
+        after: The number of the step before.
+        step_ns: From its begin to its end.
+        took: By `CAUSES` but the network, the time that the program has spent.
+        waits: What it has waited.
+    """
+
+    after: int
+    step_ns: int
+    took: dict[str, int]
+    waits: list[WaitSpan]
+
+
+@dataclass(slots=True)
+class JudgedRank:
+    """What a rank did in some steps; times on its own clock.
+
+    Attributes:
+        ready: By number of the step, when its last gradient was ready.
+        steps: By number, those of which the one before is there, too.
+        before_last: By (book, layer), in the order of backward, how long before the last gradient of a step its own was
+            ready, in the median of steps.
+    """
+
+    ready: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, JudgedStep] = field(default_factory=dict)
+    before_last: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,22 +138,19 @@ class Lateness:
         lag_ns: By how much its contributions are later than those of the others.
         step_ns: What a step takes.
         causes: By `CAUSES`, how much longer that took than with the others.
+        cause: The one that makes it late; none if that is not clear.
         layer: The first in the order of backward whose gradient was late by half of what the last one was, as
             (book, layer); none if gradients were not late.
-        stands_out: Whether others wait for it more than a little, in most steps.
+        stands_out: Whether others wait for it more than a little, in most steps, and more than what is measured varies.
     """
 
     rank: int
     lag_ns: float
     step_ns: float
     causes: dict[str, float]
+    cause: str | None
     layer: tuple[int, int] | None
     stands_out: bool
-
-    @property
-    def cause(self) -> str:
-        """The largest."""
-        return max(CAUSES, key=lambda cause: self.causes[cause])
 
     def facts(self, layer_name: Callable[[int, int], str]) -> dict[str, Any]:
         """For a summary, in milliseconds."""
@@ -73,23 +165,234 @@ class Lateness:
         }
 
 
-@dataclass
-class _InStep:
-    """What one rank did in one step, on the one clock."""
+def sentence(facts: Mapping[str, Any], name: str) -> str:
+    """The facts of a rank that stands out, for people."""
+    causes, cause = facts["causes_ms"], facts["cause"]
+    rest = ", ".join(f"{other} {took:+.1f}" for other, took in causes.items() if other != cause)
+    where = "" if facts["from_layer"] is None else f" from {facts['from_layer']} on"
+    why = f"for no one cause ({rest} ms)" if cause is None else f"in {cause} ({causes[cause]:+.1f} ms; {rest})"
+    return f"{name} is late by {facts['late_ms']:.1f} ms of {facts['step_ms']:.1f} per step{where}, {why}"
+
+
+# What one rank did
+
+
+def judged_rank(activities: Activities, books: Collection[int] | None = None) -> JudgedRank:
+    """What a rank's program has noted, as far as it is judged.
+
+    Args:
+        activities: Of the rank.
+        books: Whose gradients count; None: all.
+    """
+    found = JudgedRank()
+    offsets: dict[tuple[int, int], list[int]] = defaultdict(list)
+    order: list[tuple[int, int]] = []
+    before: int | None = None
+    for step in activities.steps:
+        gradients = {layer: at for layer, at in step.gradients.items() if books is None or layer[0] in books}
+        if not gradients:
+            continue  # of another optimizer of the model: it belongs to the next one's time
+        ready_ns = found.ready[step.number] = max(gradients.values())
+        for layer, at in gradients.items():
+            offsets[layer].append(ready_ns - at)
+        order = list(gradients)
+        if before is not None:
+            took, waits = _spent(activities.program, found.ready[before], ready_ns)
+            found.steps[step.number] = JudgedStep(before, step.end_ns - step.begin_ns, took, waits)
+        before = step.number
+    found.before_last = {layer: statistics.median(offsets[layer]) for layer in order}
+    return found
+
+
+def _spent(program: Sequence[Activity], from_ns: int, until_ns: int) -> tuple[dict[str, int], list[WaitSpan]]:
+    """What the program did between two moments."""
+    took = {cause: 0 for cause in CAUSES if cause != "network"}
+    waits: list[WaitSpan] = []
+    first = bisect.bisect_right(program, from_ns, key=lambda one: one.begin_ns)
+    while first > 0:  # back to the phase that is on at the beginning
+        first -= 1
+        if _is_phase(program[first]):
+            break
+    phase = "compute"
+    for one in program[first:]:
+        if one.begin_ns >= until_ns:
+            break
+        is_phase = _is_phase(one)
+        if is_phase:
+            phase = PHASE_CAUSES[one.kind]
+        begin_ns, end_ns = max(one.begin_ns, from_ns), min(one.end_ns, until_ns)
+        if end_ns <= begin_ns:
+            continue
+        if is_phase:
+            took[phase] += end_ns - begin_ns
+        elif one.kind == "wait":
+            took[phase] -= end_ns - begin_ns  # which its phase has counted
+            waits.append(WaitSpan(begin_ns, end_ns, end_ns - begin_ns))
+        elif one.kind == "update":
+            took[phase] -= end_ns - begin_ns
+            took["processing"] += end_ns - begin_ns
+    return took, waits
+
+
+def _is_phase(one: Activity) -> bool:
+    """Of the whole program; a layer's forward or backward lies within one."""
+    return one.layer is None and one.kind in PHASE_CAUSES
+
+
+# What it comes to
+
+
+class _InStep(NamedTuple):
+    """What is compared of one rank in one step; moments on the one clock."""
 
     step_ns: int
-    gradients: dict[tuple[int, int], int]
-    took: dict[str, int]
     ready_ns: int
-    there_ns: int
+    way_ns: float
+    took: dict[str, float]
+
+
+def judge_steps(
+    ranks: Mapping[int, JudgedRank],
+    clocks: Clocks,
+    arrived: Arrivals,
+    transits: Transits,
+    errors_ns: Mapping[int, float | None] | None = None,
+) -> list[Lateness]:
+    """How late each rank is, if there are steps that several have in common.
+
+    Args:
+        ranks: What each of them did.
+        clocks: By rank, to the one clock.
+        arrived: When contributions were there, on the one clock, as far as that is known.
+        transits: How long frames take, likewise.
+        errors_ns: By rank, how far its clock may be off, 0 if it is not given; None: nobody knows, and it is left out.
+    """
+    errors = {rank: (errors_ns or {}).get(rank, 0.0) for rank in ranks}
+    known = {rank: error for rank, error in errors.items() if error is not None and ranks[rank].steps}
+    common = sorted(set.intersection(*(set(ranks[rank].steps) for rank in known))) if known else []
+    if len(known) < 2 or len(common) < STEPS_MIN:
+        return []
+    ready = {rank: {number: clocks[rank](at) for number, at in ranks[rank].ready.items()} for rank in known}
+    all_there: dict[int, int] = {}
+    for of_one in (*ready.values(), *arrived.values()):
+        for number, at in of_one.items():
+            all_there[number] = max(at, all_there.get(number, at))
+    steps = [
+        {rank: _in_step(rank, ranks[rank], number, clocks[rank], ready, arrived, all_there) for rank in known}
+        for number in common
+    ]
+    lags = {rank: [_lag(rank, step) for step in steps] for rank in known}
+    medians = {rank: statistics.median(of_rank) for rank, of_rank in lags.items()}
+    spread = MAD_TO_SIGMA * statistics.median(
+        abs(lag - medians[rank]) for rank, of_rank in lags.items() for lag in of_rank
+    )
+    found = []
+    for rank in sorted(known):
+        step_ns = statistics.median(step[rank].step_ns for step in steps)
+        # Each is compared with the others' median: both ends may be off.
+        error_ns = known[rank] + max(error for other, error in known.items() if other != rank)
+        least = max(LAG_MIN_NS, SHARE_MIN * step_ns, SPREADS_MIN * spread, 2 * error_ns)
+        enough = sum(lag >= least / 2 for lag in lags[rank]) >= STEPS_SHARE * len(steps)
+        stands_out = medians[rank] >= least and enough
+        causes = {cause: statistics.median(_excess(cause, rank, step) for step in steps) for cause in CAUSES}
+        cause = _cause(medians[rank], causes)
+        if cause == "network" and not _has_slow_link(rank, transits, error_ns):
+            cause = None
+        layer = _first_late(rank, ranks, ready, common, least) if stands_out else None
+        found.append(Lateness(rank, medians[rank], step_ns, causes, cause, layer, stands_out))
+    return found
+
+
+def _in_step(
+    rank: int,
+    judged: JudgedRank,
+    number: int,
+    clock: Callable[[int], int],
+    ready: Mapping[int, Mapping[int, int]],
+    arrived: Arrivals,
+    all_there: Mapping[int, int],
+) -> _InStep:
+    step, ready_ns = judged.steps[number], ready[rank][number]
+    # Of owners the middle one: an owner whose own link is slow makes everybody late there.
+    there = [at[number] for (source, _), at in arrived.items() if source == rank and number in at]
+    way_ns = max(0.0, statistics.median_low(there) - ready_ns) if there else 0.0
+    others_ns = all_there[step.after]
+    waits = (WaitSpan(clock(one.begin_ns), clock(one.end_ns), one.waited_ns) for one in step.waits)
+    took = {**dict.fromkeys(CAUSES, 0.0), **step.took, "network": sum(one.after(others_ns) for one in waits)}
+    return _InStep(step.step_ns, ready_ns, way_ns, took)
+
+
+def _way_excess(rank: int, step: Mapping[int, _InStep]) -> float:
+    """By how much its contributions were longer on their way than those of the others.
+
+    Not less than nothing: an owner that waits for a late rank holds back who is ahead, and so their ways look long.
+    """
+    return max(0.0, step[rank].way_ns - statistics.median(one.way_ns for other, one in step.items() if other != rank))
+
+
+def _lag(rank: int, step: Mapping[int, _InStep]) -> float:
+    others = statistics.median(one.ready_ns for other, one in step.items() if other != rank)
+    return step[rank].ready_ns - others + _way_excess(rank, step)
+
+
+def _excess(cause: str, rank: int, step: Mapping[int, _InStep]) -> float:
+    others = statistics.median(one.took[cause] for other, one in step.items() if other != rank)
+    more = step[rank].took[cause] - others
+    return more + _way_excess(rank, step) if cause == "network" else more
+
+
+def _cause(lag_ns: float, causes: Mapping[str, float]) -> str | None:
+    """The one that has most of the lag, and of which no other one has half as much."""
+    first, second = sorted(CAUSES, key=lambda cause: -causes[cause])[:2]
+    clear = causes[first] >= CAUSE_SHARE * lag_ns and causes[second] <= causes[first] / 2
+    return first if clear and causes[first] > 0 else None
+
+
+def _has_slow_link(rank: int, transits: Transits, error_ns: float) -> bool:
+    """Whether frames to or from this rank take longer than those between others; of two ranks nobody could say whose.
+
+    In each direction the middle of its peers counts: a frame of one peer may be slow by that one's link.
+    """
+    rest = [took for ends, took in transits.items() if rank not in ends]
+    own = [
+        statistics.median_low(of_one)
+        for of_one in ([took for ends, took in transits.items() if ends[end] == rank] for end in (0, 1))
+        if of_one
+    ]
+    return bool(rest and own) and max(own) >= SLOWER_MIN * max(0.0, statistics.median(rest)) + 2 * error_ns
+
+
+def _first_late(
+    rank: int,
+    ranks: Mapping[int, JudgedRank],
+    ready: Mapping[int, Mapping[int, int]],
+    common: Sequence[int],
+    least: float,
+) -> tuple[int, int] | None:
+    """The layer from which on its gradients are late."""
+    others = [other for other in ready if other != rank]
+    last = statistics.median(
+        ready[rank][number] - statistics.median(ready[other][number] for other in others) for number in common
+    )
+    if last < least:
+        return None
+    for layer, own in ranks[rank].before_last.items():
+        theirs = [ranks[other].before_last[layer] for other in others if layer in ranks[other].before_last]
+        if theirs and last - (own - statistics.median(theirs)) >= last / 2:
+            return layer
+    return None
+
+
+# From traces
 
 
 def lateness_of(
     activities: Mapping[int, Activities],
     records: Mapping[int, Sequence[Record]],
     frames: Iterable[TracedFrame],
-    clocks: Mapping[int, Callable[[int], int]],
+    clocks: Clocks,
     asynchronous: Collection[int] = (),
+    errors_ns: Mapping[int, float | None] | None = None,
 ) -> list[Lateness]:
     """Of each rank, if there are steps that several have in common, and in which they wait for each other.
 
@@ -99,26 +402,18 @@ def lateness_of(
         frames: Each end on the clock of its rank.
         clocks: By rank, to the one clock.
         asynchronous: Books in which no rank waits for another: nobody is late there.
+        errors_ns: As in `judge_steps`.
     """
     activities = {rank: _without(of_rank, asynchronous) for rank, of_rank in activities.items()}
-    frames = [frame for frame in frames if frame.record.book not in asynchronous]
-    arrivals = _arrivals(activities, records, frames, clocks)
-    all_there = _all_there(activities, arrivals, clocks)
-    seen = {
-        rank: {
-            step.number: _of_step(
-                step, of_rank.program, arrivals[rank], clocks[rank], all_there.get(step.number - 1, 0)
-            )
-            for step in of_rank.steps
-            if step.gradients
-        }
-        for rank, of_rank in activities.items()
-    }
-    ranks = [rank for rank, steps in seen.items() if steps]
-    common = sorted(set.intersection(*(set(seen[rank]) for rank in ranks))) if ranks else []
-    if len(ranks) < 2 or len(common) < STEPS_MIN:
-        return []
-    return [_of_rank(rank, [{other: seen[other][number] for other in ranks} for number in common]) for rank in ranks]
+    books = {layer[0] for of_rank in activities.values() for step in of_rank.steps for layer in step.gradients}
+    frames = [frame for frame in frames if frame.record.book in books]
+    ranks = {rank: judged_rank(of_rank) for rank, of_rank in activities.items()}
+    transits: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for frame in frames:
+        out_ns, arrived_ns = clocks[frame.source](frame.out_ns), clocks[frame.target](frame.arrived_ns)
+        transits[frame.source, frame.target].append(arrived_ns - out_ns)
+    means = {ends: statistics.fmean(each) for ends, each in transits.items()}
+    return judge_steps(ranks, clocks, _arrivals(activities, records, frames, clocks), means, errors_ns)
 
 
 def _without(of_rank: Activities, books: Collection[int]) -> Activities:
@@ -134,9 +429,14 @@ def _arrivals(
     activities: Mapping[int, Activities],
     records: Mapping[int, Sequence[Record]],
     frames: Iterable[TracedFrame],
-    clocks: Mapping[int, Callable[[int], int]],
-) -> dict[int, dict[int, int]]:
-    """By rank and number of the step, when the last contribution that was submitted in it was at its owner."""
+    clocks: Clocks,
+) -> dict[tuple[int, int], dict[int, int]]:
+    """When the last contribution that was submitted in a step was there, of those that depend on no other rank.
+
+    The head of a group waits for its ranks before it contributes: what follows a contribution to it is not its own.
+    """
+    contributions = [frame for frame in frames if not frame.is_result and frame.record.kind in CONTRIBUTING]
+    given = {(frame.target, frame.record.round) for frame in contributions}
     step_of: dict[int, dict[RoundName, int]] = {}
     for rank, of_rank in activities.items():
         ends = [step.end_ns for step in of_rank.steps]
@@ -145,87 +445,11 @@ def _arrivals(
             for record in records[rank]
             if record.point == SUBMITTED and (place := bisect.bisect_left(ends, record.time_ns)) < len(ends)
         }
-    found: dict[int, dict[int, int]] = defaultdict(dict)
-    for frame in frames:
+    found: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    for frame in contributions:
         number = step_of[frame.source].get(frame.record.round)
-        if number is not None and not frame.is_result:
+        if number is not None and (frame.source, frame.record.round) not in given:
             there = clocks[frame.target](frame.arrived_ns)
-            found[frame.source][number] = max(there, found[frame.source].get(number, there))
+            of_pair = found[frame.source, frame.target]
+            of_pair[number] = max(there, of_pair.get(number, there))
     return found
-
-
-def _all_there(
-    activities: Mapping[int, Activities],
-    arrivals: Mapping[int, Mapping[int, int]],
-    clocks: Mapping[int, Callable[[int], int]],
-) -> dict[int, int]:
-    """By number of the step, when the last gradient of all ranks was ready, and at its owner."""
-    found: dict[int, int] = {}
-    for rank, of_rank in activities.items():
-        for step in of_rank.steps:
-            ready = [clocks[rank](at) for at in step.gradients.values()]
-            found[step.number] = max([found.get(step.number, 0), arrivals[rank].get(step.number, 0), *ready])
-    return found
-
-
-def _of_step(
-    step: TracedStep,
-    program: Sequence[Activity],
-    arrivals: Mapping[int, int],
-    clock: Callable[[int], int],
-    others_ns: int,
-) -> _InStep:
-    """What a rank did from the end of the step before until its last gradient was ready.
-
-    Args:
-        step: Which.
-        program: All that it did.
-        arrivals: When its contributions were at their owners, by number of the step, on the one clock.
-        clock: To that.
-        others_ns: When all contributions to the step before were there: until then others are waited for.
-    """
-    last_ns = max(step.gradients.values())
-    took = dict.fromkeys(CAUSES, 0)
-    first = bisect.bisect_left(program, step.begin_ns, key=lambda one: one.begin_ns)
-    for one in program[first:]:
-        if one.begin_ns >= last_ns:
-            break
-        if one.layer is not None and one.kind in ("forward", "backward"):
-            continue  # within the phase of that name
-        part = min(one.end_ns, last_ns) - one.begin_ns
-        if one.kind in ("wait", "update"):
-            took["compute"] -= part  # which its phase has counted
-        if one.kind == "wait":
-            end_ns = clock(min(one.end_ns, last_ns))
-            part = max(0, end_ns - max(clock(one.begin_ns), others_ns))
-        took[CAUSE_OF.get(one.kind, "processing")] += part
-    ready_ns = clock(last_ns)
-    there_ns = max(ready_ns, arrivals.get(step.number, ready_ns))
-    took["network"] += there_ns - ready_ns
-    gradients = {layer: clock(at) for layer, at in step.gradients.items()}
-    return _InStep(step.end_ns - step.begin_ns, gradients, took, ready_ns, there_ns)
-
-
-def _of_rank(rank: int, steps: Sequence[Mapping[int, _InStep]]) -> Lateness:
-    lags: list[float] = []
-    causes: dict[str, list[float]] = {cause: [] for cause in CAUSES}
-    by_layer: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for step in steps:
-        own, others = step[rank], [seen for other, seen in step.items() if other != rank]
-        lags.append(own.there_ns - statistics.median(one.there_ns for one in others))
-        for cause in CAUSES:
-            causes[cause].append(own.took[cause] - statistics.median(one.took[cause] for one in others))
-        for layer, at in own.gradients.items():
-            theirs = [one.gradients[layer] for one in others if layer in one.gradients]
-            if theirs:
-                by_layer[layer].append(at - statistics.median(theirs))
-    lag = statistics.median(lags)
-    step_ns = statistics.median(step[rank].step_ns for step in steps)
-    least = max(LAG_MIN_NS, SHARE_MIN * step_ns)
-    stands_out = lag >= least and sum(one >= least for one in lags) > len(lags) / 2
-    # Of the last step's, gradients are in the order in which they came.
-    layers = [(layer, statistics.median(by_layer[layer])) for layer in steps[-1][rank].gradients if layer in by_layer]
-    last = layers[-1][1] if layers else 0.0
-    first_late = next((layer for layer, late in layers if late >= last / 2), None) if last >= least else None
-    medians = {cause: statistics.median(causes[cause]) for cause in CAUSES}
-    return Lateness(rank, lag, step_ns, medians, first_late, stands_out)

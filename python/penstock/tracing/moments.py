@@ -7,16 +7,17 @@ array, some 200 ns. While no trace is written nothing is noted, and what is left
 from __future__ import annotations
 
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from penstock._native import Engine
 
-__all__ = ["MOMENTS", "NO_LAYER", "Moments", "coded", "decoded", "forget_moments", "moments_of"]
+__all__ = ["MOMENTS", "NO_LAYER", "Moments", "StepJudge", "coded", "decoded", "forget_moments", "moments_of"]
 
 MOMENTS: Final = (
     "forward",  # a module's forward begins; it waits for nothing any more
@@ -58,6 +59,20 @@ MOMENTS_MAX = 1 << 18
 """That wait to be written, 16 bytes each; more are counted, and dropped."""
 
 
+class StepJudge(Protocol):
+    """Who says who is late while the job runs (`penstock.tracing.late_watch`)."""
+
+    def backward_begins(self, book: int) -> None:
+        """A backward begins whose gradients, of this book, are to be synchronised."""
+
+    def said(self) -> dict[str, Any]:
+        """What it has found last, for a report."""
+        ...
+
+    def stop(self) -> None:
+        """Nothing more is looked at. On all ranks after the same step."""
+
+
 class Moments:
     """What the program of one engine comes to.
 
@@ -69,6 +84,9 @@ class Moments:
         asynchronous: Books in which no rank waits for another.
         at_step: Called when a step is over, with `steps`.
         at_backward: Called when a backward of that model begins.
+        judge: Of this job, if there is one.
+        keeper: For whom moments and the engine's records are kept, a trace or the judge: for one at a time.
+        keeping: Held by who becomes that, or is it no more.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -79,6 +97,9 @@ class Moments:
         self.at_backward: Callable[[], None] | None = None
         self.counting: int | None = None
         self.asynchronous: set[int] = set()
+        self.judge: StepJudge | None = None
+        self.keeper: object | None = None
+        self.keeping = threading.Lock()
         self._kept = array("q")  # of each its time, and what it is
         self._dropped = 0
 
@@ -106,6 +127,8 @@ class Moments:
         """A backward begins whose gradients are to be synchronised."""
         if self.at_backward is not None and book == self.counting:
             self.at_backward()
+        if self.judge is not None:
+            self.judge.backward_begins(book)
         if self.on:
             self.note(coded(BACKWARD_BEGINS, book))
 

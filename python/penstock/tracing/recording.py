@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
 
-__all__ = ["STEPS", "Trace", "Traceable", "begin"]
+__all__ = ["STEPS", "Trace", "Traceable", "begin", "boot"]
 
 _log = logging.getLogger("penstock")
 
@@ -127,7 +127,7 @@ class Trace:
                 "lanes": self._engine.report()["lanes"],
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
-                "boot": _boot(),
+                "boot": boot(),
                 "steps": [first, count],
                 "penstock": installed_version(),
                 "record": RECORD,
@@ -178,8 +178,12 @@ class Trace:
             self._ask_to_end(f"{self._past - self._first} steps")
 
     def _start(self) -> None:
-        self._landed = self._engine.observe(max(RECORDS, self._kept_before))
-        self._moments.on = True
+        moments = self._moments
+        with moments.keeping:
+            moments.keeper = self
+            self._landed = self._engine.observe(max(RECORDS, self._kept_before))
+            moments.take()  # what was kept for another
+            moments.on = True
         self._thread = threading.Thread(target=self._run, name="penstock-trace", daemon=True)
         self._thread.start()
 
@@ -192,7 +196,9 @@ class Trace:
     def _leave_moments(self) -> None:
         moments = self._moments
         if moments.at_step == self._at_step:
-            moments.on, moments.at_step, moments.at_backward = False, None, None
+            moments.at_step, moments.at_backward = None, None
+        if moments.keeper is self:
+            moments.on = False
 
     # On the thread that writes
 
@@ -243,10 +249,13 @@ class Trace:
             _log.warning("penstock: the trace %s has no end: %s", self.path, error)
             with contextlib.suppress(OSError):
                 self._file.close()
+        with self._moments.keeping:
+            if self._moments.keeper is self:
+                self._moments.keeper = None
         self.has_ended = True
 
 
-def _boot() -> str:
+def boot() -> str:
     """Which start of which machine this is: ranks of one have one clock."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

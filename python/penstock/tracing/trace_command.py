@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.command_line import Parser, add_json, fail, print_json
+from penstock.tracing.late import sentence
 
 __all__ = ["add_to"]
 
@@ -129,13 +130,7 @@ def _late(ranks: list[dict[str, Any]], names: dict[int, str]) -> list[str]:
     lines = []
     for one in sorted(ranks, key=lambda one: -one["late_ms"]):
         if one["stands_out"]:
-            causes = one["causes_ms"]
-            rest = ", ".join(f"{cause} {causes[cause]:+.1f}" for cause in causes if cause != one["cause"])
-            where = "" if one["from_layer"] is None else f" from {one['from_layer']} on"
-            lines.append(
-                f"{names[one['rank']]} is late by {one['late_ms']:.1f} ms of {one['step_ms']:.1f} per step{where}, in "
-                f"{one['cause']} ({causes[one['cause']]:+.1f} ms; {rest})"
-            )
+            lines.append(sentence(one, names[one["rank"]]))
     return lines or (["no rank is late by more than a twentieth of a step"] if ranks else [])
 
 

@@ -37,6 +37,8 @@ class WrappedJoin(JoinHook):
         self._ours = ours
         ours.scale_no_more()  # of a join that an exception has ended, which calls no hook
         distributed = ours.distributed
+        if distributed is not None and distributed.lateness is not None:
+            distributed.lateness.rest()  # ranks are at different steps until all are done
         if by_all or distributed is None:
             return
         if any(gather.engaged for gather in distributed.gradients.gathers):
@@ -62,3 +64,5 @@ class WrappedJoin(JoinHook):
         ours.scale_no_more()
         rank = wrapper._distributed_rank
         ours.take_over(is_source=wrapper._find_common_rank(rank, is_last_joiner) == rank)
+        if ours.distributed is not None and ours.distributed.lateness is not None:
+            ours.distributed.lateness.resume()
