@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from penstock.tracing.alignment import RATE_MAX, align, lead_of
+from penstock.tracing.alignment import RATE_MAX, align, lead_of, short_lead
 from penstock.tracing.journeys import Record, TracedFrame
 
 SECOND = 1_000_000_000
@@ -107,3 +107,22 @@ def test_without_frames_the_time_of_day_has_to_do_and_is_said():
     found = align([0, 1, 2], [], {}, {0: [(100, day)], 1: [(7_000, day + 50)], 2: []})
     assert (found[1].how, found[1].error_ns, found[1](7_000)) == ("time of day", None, 150)
     assert (found[2].how, found[2].error_ns) == ("nothing", None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, offset=st.integers(-(10**15), 10**15), ppm=st.floats(-190, 190))
+def test_over_seconds_one_lead_does_with_what_clocks_may_drift_as_error(seed, offset, ppm):
+    rng = random.Random(seed)
+    clocks = {0: clock(10**15), 1: clock(offset, ppm)}
+    frames = exchanged(rng, clocks, [(0, 1)], 3.0, rate_hz=5)
+    found = align([0, 1], frames, {}, {}, short_lead)
+    if found[1].how != "frames":  # none in one of the directions
+        assert found[1].error_ns is None
+        return
+    assert found[1].rate == 1.0
+    # Within the time of the frames, which begins and ends with some of them.
+    first, last = (max(0.0, edge) for edge in (frames[0].out_ns - 10**15, frames[0].out_ns - 10**15 + 10**9))
+    error = max(abs(found[1](clocks[1](at)) - clocks[0](at)) for at in (first, last))
+    note(f"error {error}, bound {found[1].error_ns}")
+    assert error <= found[1].error_ns + RATE_MAX * 3 * SECOND + ROUNDING_NS
+    assert short_lead([], [(1, 2)]) is None

@@ -298,7 +298,6 @@ class Distributed:
             self.gradients.rank,
             self.ranks,
             membership=self.membership,
-            grouped=bool(self.servers.groups),
         )
 
     def _cluster(self, hosts: tuple[int, ...]) -> Cluster:

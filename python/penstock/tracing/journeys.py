@@ -13,7 +13,7 @@ from itertools import compress
 from typing import NamedTuple
 
 __all__ = [
-    "CONTRIBUTING",
+    "HELD",
     "POINTS",
     "Journey",
     "Record",
@@ -29,8 +29,8 @@ __all__ = [
 
 POINTS = ("submitted", "queued", "first byte out", "arrived", "summed", "answered", "landed", "applied")
 SUBMITTED, QUEUED, OUT, ARRIVED, SUMMED, ANSWERED, LANDED, APPLIED = range(len(POINTS))
-CONTRIBUTING = frozenset((1, 2, 16))
-"""Kinds of frames (docs/protocol.md) in which a rank gives its own: a push, one of nothing, a piece of a gather."""
+HELD = frozenset((1,))
+"""Kinds of frames (docs/protocol.md) that a window may hold back: pushes."""
 _PACKED = struct.Struct("<QIIIIiHBB")
 _POINT_AT = 30  # in these 32 bytes
 

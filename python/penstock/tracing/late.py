@@ -2,19 +2,23 @@
 
 Pure. In a synchronous step all wait for the last, so that all steps take equally long: only when gradients were ready
 tells who made the others wait. A rank's *lag* in a step is how much later than those of the others (their median) its
-last gradient was ready, and how much longer than theirs its contributions then were on their way. It is laid at the
-door of what took longer than with the others since the last gradient of the step before:
+last gradient was ready, and how much longer than between others frames take to it and from it. It is laid at the door
+of what took longer than with the others since the last gradient of the step before:
 
 - **compute**: forward and backward, and what the program does between backward and step;
 - **input**: from the end of the step before until the forward, where a program gets its batch;
-- **network**: waits for averages of which all contributions are there, and the way of its own contributions once the
-  last gradient was ready. What is waited for others is no cause, but the effect;
+- **network**: waits for averages to which all have contributed, and how much longer frames take. What is waited for
+  others is no cause, but the effect;
 - **processing**: our own, in the program's thread: updates, and `step` itself.
+
+How long frames take is counted from when they were ready to be sent, and only of those that no window holds back,
+above all answers. Pushes of who is ahead wait at a window for who is late, and would look slow.
 
 Two feeds lead here: traces, after the job (`lateness_of`), and what ranks tell each other while it runs
 (`penstock.tracing.late_rows`). Nothing is said that what was measured does not bear out: a lag must be more than its
 own spread and than what clocks may be off; a cause must have most of the lag, and no other half as much; and the
-network is blamed for a rank only if frames to or from it really take longer than those between others.
+network is blamed for a rank only if frames to it and frames from it both take longer than those between others. So of
+two ranks it is blamed for neither: they share the link.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from penstock.tracing.activities import Activities, Activity
-from penstock.tracing.journeys import CONTRIBUTING, SUBMITTED, Record, RoundName, TracedFrame
+from penstock.tracing.journeys import HELD, TracedFrame
 
 __all__ = [
     "CAUSES",
@@ -56,7 +60,7 @@ STEPS_MIN = 3
 CAUSE_SHARE = 0.6
 """Of the lag, which a cause must have to be named."""
 SLOWER_MIN = 1.5
-"""So many times as long as between others frames must take to or from a rank, or the network does not make it late."""
+"""So many times as long as between others frames must take to and from a rank, or the network does not make it late."""
 
 PHASE_CAUSES = {
     "input": "input",
@@ -67,11 +71,10 @@ PHASE_CAUSES = {
 }
 """What phases of a program count as, but for waits and updates in them."""
 
-Clocks = Mapping[int, Callable[[int], int]]
-Arrivals = Mapping[tuple[int, int], Mapping[int, int]]
-"""By source and target, and number of the step, when the last contribution was there."""
-Transits = Mapping[tuple[int, int], float]
-"""By source and target, how long frames take from their first byte until all is there, in the mean; nanoseconds."""
+ToOneClock = Mapping[int, Callable[[int], int]]
+Delays = Mapping[tuple[int, int], float]
+"""By source and target, how long frames that no window holds back take from when they are ready to be sent until all of
+them is there, in the mean; nanoseconds."""
 
 
 class WaitSpan(NamedTuple):
@@ -247,15 +250,13 @@ class _InStep(NamedTuple):
 
     step_ns: int
     ready_ns: int
-    way_ns: float
     took: dict[str, float]
 
 
 def judge_steps(
     ranks: Mapping[int, JudgedRank],
-    clocks: Clocks,
-    arrived: Arrivals,
-    transits: Transits,
+    clocks: ToOneClock,
+    delays: Delays,
     errors_ns: Mapping[int, float | None] | None = None,
 ) -> list[Lateness]:
     """How late each rank is, if there are steps that several have in common.
@@ -263,8 +264,7 @@ def judge_steps(
     Args:
         ranks: What each of them did.
         clocks: By rank, to the one clock.
-        arrived: When contributions were there, on the one clock, as far as that is known.
-        transits: How long frames take, likewise.
+        delays: How long frames take, on the one clock, as far as that is known.
         errors_ns: By rank, how far its clock may be off, 0 if it is not given; None: nobody knows, and it is left out.
     """
     errors = {rank: (errors_ns or {}).get(rank, 0.0) for rank in ranks}
@@ -273,72 +273,72 @@ def judge_steps(
     if len(known) < 2 or len(common) < STEPS_MIN:
         return []
     ready = {rank: {number: clocks[rank](at) for number, at in ranks[rank].ready.items()} for rank in known}
-    all_there: dict[int, int] = {}
-    for of_one in (*ready.values(), *arrived.values()):
+    all_ready: dict[int, int] = {}
+    for of_one in ready.values():
         for number, at in of_one.items():
-            all_there[number] = max(at, all_there.get(number, at))
+            all_ready[number] = max(at, all_ready.get(number, at))
     steps = [
-        {rank: _in_step(rank, ranks[rank], number, clocks[rank], ready, arrived, all_there) for rank in known}
+        {rank: _in_step(ranks[rank], number, clocks[rank], ready[rank][number], all_ready) for rank in known}
         for number in common
     ]
-    lags = {rank: [_lag(rank, step) for step in steps] for rank in known}
+    # Each is compared with the others' median: both ends may be off.
+    off_ns = {rank: known[rank] + max(error for other, error in known.items() if other != rank) for rank in known}
+    slower = {rank: _slower(rank, delays, off_ns[rank]) for rank in known}
+    lags = {rank: [_later(rank, step) + slower[rank] for step in steps] for rank in known}
     medians = {rank: statistics.median(of_rank) for rank, of_rank in lags.items()}
     spread = MAD_TO_SIGMA * statistics.median(
         abs(lag - medians[rank]) for rank, of_rank in lags.items() for lag in of_rank
     )
     found = []
     for rank in sorted(known):
-        step_ns = statistics.median(step[rank].step_ns for step in steps)
-        # Each is compared with the others' median: both ends may be off.
-        error_ns = known[rank] + max(error for other, error in known.items() if other != rank)
-        least = max(LAG_MIN_NS, SHARE_MIN * step_ns, SPREADS_MIN * spread, 2 * error_ns)
-        enough = sum(lag >= least / 2 for lag in lags[rank]) >= STEPS_SHARE * len(steps)
-        stands_out = medians[rank] >= least and enough
-        causes = {cause: statistics.median(_excess(cause, rank, step) for step in steps) for cause in CAUSES}
-        cause = _cause(medians[rank], causes)
-        if cause == "network" and not _has_slow_link(rank, transits, error_ns):
+        lag, step_ns = medians[rank], statistics.median(step[rank].step_ns for step in steps)
+        causes = {cause: statistics.median(_more(cause, rank, step) for step in steps) for cause in CAUSES}
+        causes["network"] += slower[rank]
+        least = max(LAG_MIN_NS, SHARE_MIN * step_ns, SPREADS_MIN * spread, 2 * off_ns[rank])
+        enough = sum(one >= least / 2 for one in lags[rank]) >= STEPS_SHARE * len(steps)
+        # What others' links do to it is not its own.
+        own = sum(took for cause, took in causes.items() if took > 0 and (cause != "network" or slower[rank]))
+        stands_out = lag >= least and enough and own >= lag / 2
+        cause = _cause(lag, causes)
+        if cause == "network" and not slower[rank]:
             cause = None
         layer = _first_late(rank, ranks, ready, common, least) if stands_out else None
-        found.append(Lateness(rank, medians[rank], step_ns, causes, cause, layer, stands_out))
+        found.append(Lateness(rank, lag, step_ns, causes, cause, layer, stands_out))
     return found
 
 
 def _in_step(
-    rank: int,
-    judged: JudgedRank,
-    number: int,
-    clock: Callable[[int], int],
-    ready: Mapping[int, Mapping[int, int]],
-    arrived: Arrivals,
-    all_there: Mapping[int, int],
+    judged: JudgedRank, number: int, clock: Callable[[int], int], ready_ns: int, all_ready: Mapping[int, int]
 ) -> _InStep:
-    step, ready_ns = judged.steps[number], ready[rank][number]
-    # Of owners the middle one: an owner whose own link is slow makes everybody late there.
-    there = [at[number] for (source, _), at in arrived.items() if source == rank and number in at]
-    way_ns = max(0.0, statistics.median_low(there) - ready_ns) if there else 0.0
-    others_ns = all_there[step.after]
+    step = judged.steps[number]
+    # Until then it was waited for others.
+    others_ns = all_ready[step.after]
     waits = (WaitSpan(clock(one.begin_ns), clock(one.end_ns), one.waited_ns) for one in step.waits)
     took = {**dict.fromkeys(CAUSES, 0.0), **step.took, "network": sum(one.after(others_ns) for one in waits)}
-    return _InStep(step.step_ns, ready_ns, way_ns, took)
+    return _InStep(step.step_ns, ready_ns, took)
 
 
-def _way_excess(rank: int, step: Mapping[int, _InStep]) -> float:
-    """By how much its contributions were longer on their way than those of the others.
-
-    Not less than nothing: an owner that waits for a late rank holds back who is ahead, and so their ways look long.
-    """
-    return max(0.0, step[rank].way_ns - statistics.median(one.way_ns for other, one in step.items() if other != rank))
+def _later(rank: int, step: Mapping[int, _InStep]) -> float:
+    return step[rank].ready_ns - statistics.median(one.ready_ns for other, one in step.items() if other != rank)
 
 
-def _lag(rank: int, step: Mapping[int, _InStep]) -> float:
-    others = statistics.median(one.ready_ns for other, one in step.items() if other != rank)
-    return step[rank].ready_ns - others + _way_excess(rank, step)
-
-
-def _excess(cause: str, rank: int, step: Mapping[int, _InStep]) -> float:
+def _more(cause: str, rank: int, step: Mapping[int, _InStep]) -> float:
     others = statistics.median(one.took[cause] for other, one in step.items() if other != rank)
-    more = step[rank].took[cause] - others
-    return more + _way_excess(rank, step) if cause == "network" else more
+    return step[rank].took[cause] - others
+
+
+def _slower(rank: int, delays: Delays, off_ns: float) -> float:
+    """How much longer frames take to this rank and from it than those between others; 0 if that is not certain.
+
+    In each direction the middle of its peers counts, for a frame of one peer may be slow by that one's link; and of the
+    directions the faster one: who sends much at a time has slow frames in that one.
+    """
+    rest = [took for ends, took in delays.items() if rank not in ends]
+    own = [[took for ends, took in delays.items() if ends[end] == rank] for end in (0, 1)]
+    if not rest or not all(own):
+        return 0.0
+    least, usual = min(map(statistics.median_low, own)), max(0.0, statistics.median(rest))
+    return least - usual if least >= SLOWER_MIN * usual + 2 * off_ns else 0.0
 
 
 def _cause(lag_ns: float, causes: Mapping[str, float]) -> str | None:
@@ -346,20 +346,6 @@ def _cause(lag_ns: float, causes: Mapping[str, float]) -> str | None:
     first, second = sorted(CAUSES, key=lambda cause: -causes[cause])[:2]
     clear = causes[first] >= CAUSE_SHARE * lag_ns and causes[second] <= causes[first] / 2
     return first if clear and causes[first] > 0 else None
-
-
-def _has_slow_link(rank: int, transits: Transits, error_ns: float) -> bool:
-    """Whether frames to or from this rank take longer than those between others; of two ranks nobody could say whose.
-
-    In each direction the middle of its peers counts: a frame of one peer may be slow by that one's link.
-    """
-    rest = [took for ends, took in transits.items() if rank not in ends]
-    own = [
-        statistics.median_low(of_one)
-        for of_one in ([took for ends, took in transits.items() if ends[end] == rank] for end in (0, 1))
-        if of_one
-    ]
-    return bool(rest and own) and max(own) >= SLOWER_MIN * max(0.0, statistics.median(rest)) + 2 * error_ns
 
 
 def _first_late(
@@ -388,9 +374,8 @@ def _first_late(
 
 def lateness_of(
     activities: Mapping[int, Activities],
-    records: Mapping[int, Sequence[Record]],
     frames: Iterable[TracedFrame],
-    clocks: Clocks,
+    clocks: ToOneClock,
     asynchronous: Collection[int] = (),
     errors_ns: Mapping[int, float | None] | None = None,
 ) -> list[Lateness]:
@@ -398,7 +383,6 @@ def lateness_of(
 
     Args:
         activities: Of each rank's program, on its own clock.
-        records: Of slices, likewise.
         frames: Each end on the clock of its rank.
         clocks: By rank, to the one clock.
         asynchronous: Books in which no rank waits for another: nobody is late there.
@@ -406,14 +390,13 @@ def lateness_of(
     """
     activities = {rank: _without(of_rank, asynchronous) for rank, of_rank in activities.items()}
     books = {layer[0] for of_rank in activities.values() for step in of_rank.steps for layer in step.gradients}
-    frames = [frame for frame in frames if frame.record.book in books]
-    ranks = {rank: judged_rank(of_rank) for rank, of_rank in activities.items()}
-    transits: dict[tuple[int, int], list[int]] = defaultdict(list)
+    took: dict[tuple[int, int], list[int]] = defaultdict(list)
     for frame in frames:
-        out_ns, arrived_ns = clocks[frame.source](frame.out_ns), clocks[frame.target](frame.arrived_ns)
-        transits[frame.source, frame.target].append(arrived_ns - out_ns)
-    means = {ends: statistics.fmean(each) for ends, each in transits.items()}
-    return judge_steps(ranks, clocks, _arrivals(activities, records, frames, clocks), means, errors_ns)
+        if frame.record.book in books and frame.record.kind not in HELD:
+            there_ns = clocks[frame.target](frame.arrived_ns)
+            took[frame.source, frame.target].append(there_ns - clocks[frame.source](frame.queued_ns))
+    delays = {ends: statistics.fmean(each) for ends, each in took.items()}
+    return judge_steps({rank: judged_rank(of_rank) for rank, of_rank in activities.items()}, clocks, delays, errors_ns)
 
 
 def _without(of_rank: Activities, books: Collection[int]) -> Activities:
@@ -423,33 +406,3 @@ def _without(of_rank: Activities, books: Collection[int]) -> Activities:
         for step in of_rank.steps
     ]
     return replace(of_rank, steps=steps)
-
-
-def _arrivals(
-    activities: Mapping[int, Activities],
-    records: Mapping[int, Sequence[Record]],
-    frames: Iterable[TracedFrame],
-    clocks: Clocks,
-) -> dict[tuple[int, int], dict[int, int]]:
-    """When the last contribution that was submitted in a step was there, of those that depend on no other rank.
-
-    The head of a group waits for its ranks before it contributes: what follows a contribution to it is not its own.
-    """
-    contributions = [frame for frame in frames if not frame.is_result and frame.record.kind in CONTRIBUTING]
-    given = {(frame.target, frame.record.round) for frame in contributions}
-    step_of: dict[int, dict[RoundName, int]] = {}
-    for rank, of_rank in activities.items():
-        ends = [step.end_ns for step in of_rank.steps]
-        step_of[rank] = {
-            record.round: of_rank.steps[place].number
-            for record in records[rank]
-            if record.point == SUBMITTED and (place := bisect.bisect_left(ends, record.time_ns)) < len(ends)
-        }
-    found: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-    for frame in contributions:
-        number = step_of[frame.source].get(frame.record.round)
-        if number is not None and (frame.source, frame.record.round) not in given:
-            there = clocks[frame.target](frame.arrived_ns)
-            of_pair = found[frame.source, frame.target]
-            of_pair[number] = max(there, of_pair.get(number, there))
-    return found

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from penstock.tracing.activities import activities_of
 from penstock.tracing.alignment import align, short_lead
-from penstock.tracing.journeys import ARRIVED, CONTRIBUTING, OUT, SUBMITTED, Record, TracedFrame, tuples_at
+from penstock.tracing.journeys import ANSWERED, ARRIVED, HELD, OUT, QUEUED, SUBMITTED, Record, TracedFrame, tuples_at
 from penstock.tracing.late import (
     STEPS_MIN,
     JudgedRank,
@@ -51,7 +51,7 @@ _OWN = ("compute", "input", "processing")
 
 _HEAD = 5
 _STEP = 2 + len(_OWN) + 3 * WAITS_MAX
-_PEER = 1 + STEPS + 4
+_PEER = 1 + 4
 ROW = _HEAD + STEPS * _STEP + LAYERS_MAX + PEERS_MAX * _PEER + 2 * PROBES
 """Numbers that a rank tells; and of each rank the centre tells `_CENTRE` more."""
 _CENTRE = 2 * PROBES
@@ -67,9 +67,9 @@ class RankRow:
         cost_ns: What it has taken of the program's time to keep, read and judge, the last time.
         centre: Who owns the probe.
         judged: What its program did; layers are of book 0.
-        arrived: By source, and step, when its last contribution was here.
-        sent: By target, when the first bytes of its frames left, in the mean over `COMPLETE`, and how many there were.
-        received: By source, when all of its frames were here, likewise.
+        sent: By target, when frames that no window holds back were ready to be sent, in the mean over `COMPLETE`, and
+            how many there were.
+        received: By source, when they were here, likewise.
         probes: When each left, and when its answer was here.
         probed: At the centre, by rank, when each of its probes was here, and when the answer left.
     """
@@ -79,7 +79,6 @@ class RankRow:
     cost_ns: int
     centre: int
     judged: JudgedRank
-    arrived: dict[int, dict[int, int]] = field(default_factory=dict)
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     received: dict[int, tuple[int, int]] = field(default_factory=dict)
     probes: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)] * PROBES)
@@ -104,7 +103,6 @@ def row_of(
     *,
     machine: int,
     centre: int,
-    grouped: bool,
 ) -> RankRow:
     """What there is to tell, but for what it costs.
 
@@ -117,7 +115,6 @@ def row_of(
         rank: This one.
         machine: As `RankRow`.
         centre: Likewise.
-        grouped: Ranks sum in groups: a head contributes when its ranks have, and so says nothing of itself by that.
     """
     activities = activities_of(decoded(moments), 0)
     judged = judged_rank(activities, {book})
@@ -126,33 +123,28 @@ def row_of(
     found = RankRow(rank, machine, 0, centre, _counted_from_0(judged, numbers))
     of_books = [
         record
-        for record in tuples_at(records, (SUBMITTED, OUT, ARRIVED))
-        if record[6] == book or (record[6] == probe_book and record[3] == PROBE_SLICE)
+        for record in tuples_at(records, (SUBMITTED, QUEUED, ANSWERED, OUT, ARRIVED))
+        if (record[6] == book and record[7] != OUT) or (record[6] == probe_book and record[3] == PROBE_SLICE)
     ]
     step_of = {
         (record[3], record[1]): bisect.bisect_left(ends, record[0])
         for record in of_books
         if record[6] == book and record[7] == SUBMITTED
     }
+    complete = [step for step in COMPLETE if step < len(ends)]
     base = of_books[0][0] if of_books else 0
-    sums: dict[int, dict[int, list[int]]] = {point: defaultdict(lambda: [0, 0]) for point in (OUT, ARRIVED)}
+    sent: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    received: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for time_ns, seq, _, of_slice, _, peer, of_book, point, kind in of_books:
-        if point == SUBMITTED:
-            continue
         if of_book == probe_book:
-            _take_probe(found, seq - probes_before - 1, point, peer, time_ns)
-            continue
-        step = step_of.get((of_slice, seq), STEPS)
-        if step >= len(ends):
-            continue
-        if step in COMPLETE:
-            total = sums[point][peer]
+            if point in (OUT, ARRIVED):
+                _take_probe(found, seq - probes_before - 1, point, peer, time_ns)
+        elif point != SUBMITTED and kind not in HELD and step_of.get((of_slice, seq)) in complete:
+            total = (received if point == ARRIVED else sent)[peer]
             total[0] += time_ns - base
             total[1] += 1
-        if point == ARRIVED and kind in CONTRIBUTING and not grouped:
-            found.arrived.setdefault(peer, {})[step] = time_ns  # the last one stays
-    found.sent = {peer: (base + total // count, count) for peer, (total, count) in sums[OUT].items()}
-    found.received = {peer: (base + total // count, count) for peer, (total, count) in sums[ARRIVED].items()}
+    found.sent = {peer: (base + total // count, count) for peer, (total, count) in sent.items()}
+    found.received = {peer: (base + total // count, count) for peer, (total, count) in received.items()}
     return found
 
 
@@ -222,7 +214,6 @@ def _encoded(row: RankRow, layers: int) -> list[int]:
     numbers += told
     for peer in _near(row):
         numbers.append(peer + 1)
-        numbers += [row.arrived.get(peer, {}).get(at, 0) for at in range(STEPS)]
         numbers += [*row.sent.get(peer, (0, 0)), *row.received.get(peer, (0, 0))]
     numbers += [0] * (ROW - 2 * PROBES - len(numbers))
     return numbers + [at for pair in row.probes for at in pair]
@@ -230,7 +221,7 @@ def _encoded(row: RankRow, layers: int) -> list[int]:
 
 def _near(row: RankRow) -> list[int]:
     """The peers of which it is told: at distances that are powers of two first, so that both ends mostly tell."""
-    peers = {*row.arrived, *row.sent, *row.received}
+    peers = {*row.sent, *row.received}
     far = {peer: abs(peer - row.rank) for peer in peers}
     return sorted(peers, key=lambda peer: (far[peer] & (far[peer] - 1) != 0, far[peer], peer))[:PEERS_MAX]
 
@@ -277,11 +268,9 @@ def _decoded(numbers: Sequence[int], layers: int) -> RankRow | None:
     row = RankRow(rank, machine, cost_ns, centre, judged)
     begin += LAYERS_MAX
     for at in range(begin, begin + PEERS_MAX * _PEER, _PEER):
-        peer, *told_of = numbers[at : at + _PEER]
+        peer, sent_ns, sent, received_ns, received = numbers[at : at + _PEER]
         if not peer:
             break
-        row.arrived[peer - 1] = {step: time_ns for step, time_ns in enumerate(told_of[:STEPS]) if time_ns}
-        sent_ns, sent, received_ns, received = told_of[STEPS:]
         row.sent[peer - 1], row.received[peer - 1] = (sent_ns, sent), (received_ns, received)
     row.probes = _pairs(numbers[ROW - 2 * PROBES : ROW])
     return row
@@ -314,18 +303,14 @@ def conclude(rows: Sequence[RankRow], members: Collection[int]) -> tuple[list[La
     unknown = [rank for rank in ranks if clocks[rank].error_ns is None]
     if unknown:
         return [], f"the clock of {_ranks(unknown)} cannot be compared with the others': no probe has come through"
-    arrived: dict[tuple[int, int], dict[int, int]] = {}
-    transits: dict[tuple[int, int], float] = {}
+    delays: dict[tuple[int, int], float] = {}
     for target, row in by_rank.items():
-        for source in row.arrived:
-            if source in by_rank:
-                arrived[source, target] = {step: clocks[target](at) for step, at in row.arrived[source].items()}
         for source, (received_ns, received) in row.received.items():
             sent_ns, sent = by_rank[source].sent.get(target, (0, 0)) if source in by_rank else (0, 0)
             if received and sent == received:
-                transits[source, target] = float(clocks[target](received_ns) - clocks[source](sent_ns))
+                delays[source, target] = float(clocks[target](received_ns) - clocks[source](sent_ns))
     errors = {rank: clock.error_ns for rank, clock in clocks.items()}
-    return judge_steps({rank: by_rank[rank].judged for rank in ranks}, clocks, arrived, transits, errors), None
+    return judge_steps({rank: by_rank[rank].judged for rank in ranks}, clocks, delays, errors), None
 
 
 def _probe_frames(by_rank: Mapping[int, RankRow]) -> Iterator[TracedFrame]:

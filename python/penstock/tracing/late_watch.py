@@ -65,7 +65,6 @@ class LateWatch:
         rank: This rank, as it began.
         ranks: How many began.
         membership: Who is left, of an elastic job.
-        grouped: Whether ranks sum in groups.
     """
 
     def __init__(
@@ -79,13 +78,11 @@ class LateWatch:
         ranks: int,
         *,
         membership: Membership | None = None,
-        grouped: bool = False,
     ) -> None:
         self._engine, self._moments = engine, moments
         self._name, self._gradients, self._layers = name, book, layers
         self._rank, self._ranks = rank, ranks
         self._membership = membership
-        self._grouped = grouped
         self._machine = int.from_bytes(hashlib.blake2b(boot().encode(), digest_size=8).digest(), "little") >> 1
         self._book: int | None = None
         # What all ranks have alike, and newcomers are told.
@@ -287,7 +284,6 @@ class LateWatch:
             self._rank,
             machine=self._machine,
             centre=self._engine.placement(self._book)[PROBE][0][2],
-            grouped=self._grouped,
         )
 
     def _hear(self) -> None:

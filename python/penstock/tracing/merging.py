@@ -87,7 +87,7 @@ class Merged:
     def late(self) -> list[Lateness]:
         """How late each rank is, and why."""
         errors_ns = {rank: clock.error_ns for rank, clock in self.clocks.items()}
-        return lateness_of(self.activities, self.records, self.frames, self.clocks, self.asynchronous, errors_ns)
+        return lateness_of(self.activities, self.frames, self.clocks, self.asynchronous, errors_ns)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """What a summary says of one rank."""
