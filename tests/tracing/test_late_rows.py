@@ -26,10 +26,10 @@ from penstock.tracing.late_rows import (
 )
 
 PROBE_MS = 1.0
-CENTRE = 1
+HUB = 1
 
 
-def rows_of(made, *, machines=None, centre=CENTRE, drop=()):
+def rows_of(made, *, machines=None, hub=HUB, drop=()):
     """What the ranks of made-up steps tell, but for those left out."""
     clocks = {rank: (lambda at, rank=rank: made.local(rank, at)) for rank in range(made.ranks)}
     rows = {}
@@ -46,7 +46,7 @@ def rows_of(made, *, machines=None, centre=CENTRE, drop=()):
             {(0, layer): before for (_, layer), before in of_rank.before_last.items()},
         )
         machine = 0 if machines is None else machines[rank]
-        rows[rank] = RankRow(rank, machine, 1000 * rank, centre, judged)
+        rows[rank] = RankRow(rank, machine, 1000 * rank, hub, judged)
         rows[rank].probes = [(0, 0)] * PROBES
     for source, row in rows.items():
         for target in rows:
@@ -58,12 +58,12 @@ def rows_of(made, *, machines=None, centre=CENTRE, drop=()):
         begun = 1000.0 + 100.0 * number
         last = begun + PROBE_MS * made.ranks
         for rank, row in rows.items():
-            if rank == centre:
+            if rank == hub:
                 continue
             out, back = begun + PROBE_MS * rank, last + PROBE_MS
             row.probes[number] = (clocks[rank](out), clocks[rank](back))
-            here = (clocks[centre](out + PROBE_MS), clocks[centre](last))
-            rows[centre].probed.setdefault(rank, [(0, 0)] * PROBES)[number] = here
+            here = (clocks[hub](out + PROBE_MS), clocks[hub](last))
+            rows[hub].probed.setdefault(rank, [(0, 0)] * PROBES)[number] = here
     return {rank: row for rank, row in rows.items() if rank not in drop}
 
 
@@ -101,11 +101,11 @@ def test_a_row_is_the_same_when_it_is_read_again():
     rows = rows_of(made)
     for row in told(rows, 3):
         own = rows[row.rank]
-        assert (row.machine, row.cost_ns, row.centre) == (own.machine, own.cost_ns, own.centre)
+        assert (row.machine, row.cost_ns, row.hub) == (own.machine, own.cost_ns, own.hub)
         assert row.judged.ready == own.judged.ready and row.judged.steps == own.judged.steps
         assert [*row.judged.before_last] == [*own.judged.before_last]  # in the order of backward
         assert (row.sent, row.received, row.probed) == (own.sent, own.received, own.probed)
-        if row.rank != CENTRE:
+        if row.rank != HUB:
             assert row.probes == own.probes
 
 
@@ -119,7 +119,7 @@ def test_who_tells_nothing_is_named_and_nobody_is_judged():
 
 def test_members_that_see_different_owners_have_changed():
     rows = rows_of(MadeUp({}, ranks=3))
-    rows[2].centre = 0
+    rows[2].hub = 0
     assert conclude(told(rows, 3), range(3)) == ([], "members have changed")
 
 
@@ -199,7 +199,7 @@ def told_of_many(rows, ranks):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_row_is_made_of_what_was_kept(rank):
     moments, records = kept(rank, 1 - rank, STEPS)
-    row = row_of(moments, records, BOOK, PROBE_BOOK, 3, rank, machine=9, centre=1)
+    row = row_of(moments, records, BOOK, PROBE_BOOK, 3, rank, machine=9, hub=1)
     assert row.judged.ready == {step: 1000 * step + 600 for step in range(STEPS)}
     assert set(row.judged.steps) == set(range(1, STEPS))
     for number, step in row.judged.steps.items():
@@ -222,10 +222,10 @@ def test_a_row_is_made_of_what_was_kept(rank):
 @pytest.mark.parametrize("steps", range(STEPS))
 def test_of_fewer_steps_there_is_less_and_no_error(steps):
     moments, records = kept(0, 1, steps)
-    row = row_of(moments, records, BOOK, PROBE_BOOK, 3, 0, machine=9, centre=1)
+    row = row_of(moments, records, BOOK, PROBE_BOOK, 3, 0, machine=9, hub=1)
     assert len(row.judged.ready) == steps and len(row.judged.steps) == max(0, steps - 1)
     assert decode_rows(encode_row(row, {0: 0}, 1, 2), 1, 2)[0].judged.ready == row.judged.ready
-    assert row_of(b"", b"", BOOK, PROBE_BOOK, 3, 0, machine=9, centre=1).judged.ready == {}
+    assert row_of(b"", b"", BOOK, PROBE_BOOK, 3, 0, machine=9, hub=1).judged.ready == {}
 
 
 @settings(max_examples=100, deadline=None)

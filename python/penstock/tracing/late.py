@@ -51,7 +51,7 @@ SHARE_MIN = 0.05
 """Of a step, from which on a lag stands out."""
 LAG_MIN_NS = 1_000_000
 SPREADS_MIN = 3.0
-"""A lag that stands out is so many times the spread of all lags around each rank's own median."""
+"""A lag of gradients counts if it is so many times the spread of all around each rank's own median."""
 MAD_TO_SIGMA = 1.4826
 STEPS_SHARE = 0.75
 """In so many of the steps half of the least lag is there, too: what happens now and then is nobody's lag."""
@@ -284,25 +284,28 @@ def judge_steps(
     # Each is compared with the others' median: both ends may be off.
     off_ns = {rank: known[rank] + max(error for other, error in known.items() if other != rank) for rank in known}
     slower = {rank: _slower(rank, delays, off_ns[rank]) for rank in known}
-    lags = {rank: [_later(rank, step) + slower[rank] for step in steps] for rank in known}
-    medians = {rank: statistics.median(of_rank) for rank, of_rank in lags.items()}
+    later = {rank: [_later(rank, step) for step in steps] for rank in known}
+    medians = {rank: statistics.median(of_rank) for rank, of_rank in later.items()}
     spread = MAD_TO_SIGMA * statistics.median(
-        abs(lag - medians[rank]) for rank, of_rank in lags.items() for lag in of_rank
+        abs(one - medians[rank]) for rank, of_rank in later.items() for one in of_rank
     )
     found = []
     for rank in sorted(known):
-        lag, step_ns = medians[rank], statistics.median(step[rank].step_ns for step in steps)
+        lag, step_ns = medians[rank] + slower[rank], statistics.median(step[rank].step_ns for step in steps)
         causes = {cause: statistics.median(_more(cause, rank, step) for step in steps) for cause in CAUSES}
         causes["network"] += slower[rank]
-        least = max(LAG_MIN_NS, SHARE_MIN * step_ns, SPREADS_MIN * spread, 2 * off_ns[rank])
-        enough = sum(one >= least / 2 for one in lags[rank]) >= STEPS_SHARE * len(steps)
+        least = max(LAG_MIN_NS, SHARE_MIN * step_ns, 2 * off_ns[rank])
+        # A mean over many frames hardly varies; when gradients are ready does.
+        by_chance = 0 < medians[rank] < SPREADS_MIN * spread
+        sure = slower[rank] + (0.0 if by_chance else medians[rank])
+        enough = sum(one + slower[rank] >= least / 2 for one in later[rank]) >= STEPS_SHARE * len(steps)
         # What others' links do to it is not its own.
         own = sum(took for cause, took in causes.items() if took > 0 and (cause != "network" or slower[rank]))
-        stands_out = lag >= least and enough and own >= lag / 2
+        stands_out = sure >= least and enough and own >= lag / 2
         cause = _cause(lag, causes)
         if cause == "network" and not slower[rank]:
             cause = None
-        layer = _first_late(rank, ranks, ready, common, least) if stands_out else None
+        layer = _first_late(rank, ranks, ready, common, least) if stands_out and not by_chance else None
         found.append(Lateness(rank, lag, step_ns, causes, cause, layer, stands_out))
     return found
 

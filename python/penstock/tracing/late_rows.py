@@ -5,8 +5,8 @@ Pure. A rank that traces keeps every moment and record; here it keeps those of `
 sum over all ranks is everybody's rows, the same on all of them. No rank but those of the last round is waited for.
 
 Clocks are aligned by *probes*: rounds of a tensor of one number, one in each of these steps, begun when the line is
-quiet. Its owner, the *centre*, gets a frame of every other rank and answers it, whatever way gradients take; so there
-are frames in both directions between the centre and each other rank.
+quiet. Its owner, the *hub*, gets a frame of every other rank and answers it, whatever way gradients take; so there
+are frames in both directions between the hub and each other rank.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _HEAD = 5
 _STEP = 2 + len(_OWN) + 3 * WAITS_MAX
 _PEER = 1 + 4
 ROW = _HEAD + STEPS * _STEP + LAYERS_MAX + PEERS_MAX * _PEER + 2 * PROBES
-"""Numbers that a rank tells; and of each rank the centre tells `_CENTRE` more."""
-_CENTRE = 2 * PROBES
+"""Numbers that a rank tells; and of each rank the hub tells `_HUB` more."""
+_HUB = 2 * PROBES
 
 
 @dataclass(slots=True)
@@ -65,19 +65,19 @@ class RankRow:
         rank: Which, as it began.
         machine: A number of the machine and its start: ranks of one have one clock. 0: not known.
         cost_ns: What it has taken of the program's time to keep, read and judge, the last time.
-        centre: Who owns the probe.
+        hub: Who owns the probe.
         judged: What its program did; layers are of book 0.
         sent: By target, when frames that no window holds back were ready to be sent, in the mean over `COMPLETE`, and
             how many there were.
         received: By source, when they were here, likewise.
         probes: When each left, and when its answer was here.
-        probed: At the centre, by rank, when each of its probes was here, and when the answer left.
+        probed: At the hub, by rank, when each of its probes was here, and when the answer left.
     """
 
     rank: int
     machine: int
     cost_ns: int
-    centre: int
+    hub: int
     judged: JudgedRank
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     received: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class RankRow:
 
 def rows_numbers(ranks: int) -> int:
     """How many numbers the rows of so many ranks have."""
-    return ranks * (ROW + _CENTRE)
+    return ranks * (ROW + _HUB)
 
 
 # What a rank has kept
@@ -102,7 +102,7 @@ def row_of(
     rank: int,
     *,
     machine: int,
-    centre: int,
+    hub: int,
 ) -> RankRow:
     """What there is to tell, but for what it costs.
 
@@ -114,13 +114,13 @@ def row_of(
         probes_before: How many probes there were before.
         rank: This one.
         machine: As `RankRow`.
-        centre: Likewise.
+        hub: Likewise.
     """
     activities = activities_of(decoded(moments), 0)
     judged = judged_rank(activities, {book})
     numbers = {number: at for at, number in enumerate([*judged.ready][:STEPS])}
     ends = [step.end_ns for step in activities.steps if step.number in numbers]
-    found = RankRow(rank, machine, 0, centre, _counted_from_0(judged, numbers))
+    found = RankRow(rank, machine, 0, hub, _counted_from_0(judged, numbers))
     of_books = [
         record
         for record in tuples_at(records, (SUBMITTED, QUEUED, ANSWERED, OUT, ARRIVED))
@@ -169,11 +169,11 @@ def _merged(waits: Sequence[WaitSpan]) -> list[WaitSpan]:
 def _take_probe(found: RankRow, number: int, point: int, peer: int, time_ns: int) -> None:
     if not 0 <= number < PROBES:
         return
-    at_centre = found.rank == found.centre
-    probes = found.probed.setdefault(peer, [(0, 0)] * PROBES) if at_centre else found.probes
+    at_hub = found.rank == found.hub
+    probes = found.probed.setdefault(peer, [(0, 0)] * PROBES) if at_hub else found.probes
     first, second = probes[number]
-    # What comes first at the centre is the arrival, elsewhere the first byte.
-    is_first = point == (ARRIVED if at_centre else OUT)
+    # What comes first at the hub is the arrival, elsewhere the first byte.
+    is_first = point == (ARRIVED if at_hub else OUT)
     probes[number] = (time_ns, second) if is_first else (first, time_ns)
 
 
@@ -193,13 +193,13 @@ def encode_row(row: RankRow, places: Mapping[int, int], ranks: int, layers: int)
     numbers[places[row.rank] * ROW : (places[row.rank] + 1) * ROW] = _encoded(row, layers)
     for rank, probes in row.probed.items():
         if rank in places:
-            begin = ranks * ROW + places[rank] * _CENTRE
-            numbers[begin : begin + _CENTRE] = [at for pair in probes for at in pair]
+            begin = ranks * ROW + places[rank] * _HUB
+            numbers[begin : begin + _HUB] = [at for pair in probes for at in pair]
     return numbers
 
 
 def _encoded(row: RankRow, layers: int) -> list[int]:
-    numbers = [FORMAT, row.rank, row.machine, row.cost_ns, row.centre]
+    numbers = [FORMAT, row.rank, row.machine, row.cost_ns, row.hub]
     for at in range(STEPS):
         step = row.judged.steps.get(at)
         numbers += [row.judged.ready.get(at, 0), 0 if step is None else step.step_ns]
@@ -242,9 +242,9 @@ def decode_rows(numbers: Sequence[int], ranks: int, layers: int) -> list[RankRow
     by_place = {at: row for at, row in enumerate(rows) if row is not None}
     told = {row.rank: row for row in by_place.values()}
     for at, row in by_place.items():
-        begin = ranks * ROW + at * _CENTRE
-        if row.centre in told and row.rank != row.centre:
-            told[row.centre].probed[row.rank] = _pairs(numbers[begin : begin + _CENTRE])
+        begin = ranks * ROW + at * _HUB
+        if row.hub in told and row.rank != row.hub:
+            told[row.hub].probed[row.rank] = _pairs(numbers[begin : begin + _HUB])
     return [*by_place.values()]
 
 
@@ -264,8 +264,8 @@ def _decoded(numbers: Sequence[int], layers: int) -> RankRow | None:
     before = {at * _every(layers): told - 1 for at, told in enumerate(numbers[begin : begin + LAYERS_MAX]) if told}
     order = sorted(before, key=lambda layer: (-before[layer], -layer))  # of backward: the first has most time left
     judged.before_last = {(0, layer): float(before[layer]) for layer in order}
-    rank, machine, cost_ns, centre = numbers[1:_HEAD]
-    row = RankRow(rank, machine, cost_ns, centre, judged)
+    rank, machine, cost_ns, hub = numbers[1:_HEAD]
+    row = RankRow(rank, machine, cost_ns, hub, judged)
     begin += LAYERS_MAX
     for at in range(begin, begin + PEERS_MAX * _PEER, _PEER):
         peer, sent_ns, sent, received_ns, received = numbers[at : at + _PEER]
@@ -295,7 +295,7 @@ def conclude(rows: Sequence[RankRow], members: Collection[int]) -> tuple[list[La
     silent += sorted(rank for rank, row in by_rank.items() if len(row.judged.steps) < STEPS_MIN)
     if silent or len(by_rank) < 2:
         return [], f"{_ranks(silent)} told nothing, or too little: a trace was being written, or members have changed"
-    if len({row.centre for row in rows}) > 1:
+    if len({row.hub for row in rows}) > 1:
         return [], "members have changed"
     ranks = sorted(by_rank)
     machines = {rank: str(row.machine) if row.machine else "" for rank, row in by_rank.items()}
@@ -316,15 +316,15 @@ def conclude(rows: Sequence[RankRow], members: Collection[int]) -> tuple[list[La
 def _probe_frames(by_rank: Mapping[int, RankRow]) -> Iterator[TracedFrame]:
     """Probes and their answers, as far as both ends have seen them."""
     for rank, row in by_rank.items():
-        centre = by_rank.get(row.centre)
-        if centre is None or rank == row.centre:
+        hub = by_rank.get(row.hub)
+        if hub is None or rank == row.hub:
             continue
-        seen = centre.probed.get(rank, [(0, 0)] * PROBES)
+        seen = hub.probed.get(rank, [(0, 0)] * PROBES)
         for (out_ns, answered_ns), (here_ns, answer_out_ns) in zip(row.probes, seen, strict=True):
             if out_ns and here_ns:
-                yield _frame(rank, row.centre, out_ns, here_ns)
+                yield _frame(rank, row.hub, out_ns, here_ns)
             if answer_out_ns and answered_ns:
-                yield _frame(row.centre, rank, answer_out_ns, answered_ns)
+                yield _frame(row.hub, rank, answer_out_ns, answered_ns)
 
 
 def _frame(source: int, target: int, out_ns: int, arrived_ns: int) -> TracedFrame:

@@ -283,7 +283,7 @@ class LateWatch:
             self._probes_before,
             self._rank,
             machine=self._machine,
-            centre=self._engine.placement(self._book)[PROBE][0][2],
+            hub=self._engine.placement(self._book)[PROBE][0][2],
         )
 
     def _hear(self) -> None:
