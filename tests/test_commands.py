@@ -200,6 +200,10 @@ TABLE = {
     "penstock trace merge traces -o trace.json --kineto 3=profile.json": By(
         "tests/tracing/test_traced_jobs.py::test_a_profile_that_says_no_rank_is_left_out_or_given_one"
     ),
+    "python -m benchmarks.lateness": NAMED,
+    "python -m benchmarks.lateness [--json-lines docs/benchmarks/lateness.jsonl]": Run(
+        "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED
+    ),
     "python -m benchmarks.traces": NAMED,
     "python -m benchmarks.traces [--json-lines docs/benchmarks/traces.jsonl]": Run(
         "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED

@@ -139,6 +139,14 @@ def test_traces(size, tmp_path):
     assert [len(list((tmp_path / name).glob("*.trace"))) for name in ("traces", "more-traces")] == [size, size]
 
 
+def test_who_is_late(size, tmp_path):
+    start = "import penstock as ps\nps.init()\nps.distribute(model, optimizer)\n"
+    steps = "for _ in range(30):\n    loss_of(model(x), dataset.tensors[1]).backward()\n    optimizer.step()\n"
+    (listing,) = listings("docs/lateness.md", "# Who is late, and why")
+    checks = 'assert (report["late"]["why"] is None) == (ps.world_size() > 1), report["late"]\n'
+    run(size, tmp_path, GIVEN, start, steps, listing, checks, "ps.shutdown()\n")
+
+
 TITLE_OF_LOCAL_UPDATES = "# Local updates: `ps.LocalSGD`, `ps.DiLoCo`, `ps.ElasticAveraging`"
 
 
