@@ -65,15 +65,34 @@ def test_it_says_what_is_not_synchronous():
     assert "model1 is trained asynchronously; no gradient has been answered yet" in text
 
 
+def test_it_says_for_whom_the_others_wait():
+    causes = {"compute": 179.4, "input": 0.3, "network": 1.5, "processing": 0.0}
+    one = {"rank": 3, "late_ms": 181.2, "step_ms": 293.0, "cause": "compute", "causes_ms": causes, "stands_out": True}
+    one["from_layer"] = "transformer.encoder.layers.11.attention.self.query"
+    late = {"ranks": [one], "judged_steps": 4, "until_step": 1234, "why": None}
+    text = report(late=late).render()
+    assert "  rank 3 is late by 181.2 ms of 293.0 per step from transformer" in text
+    words = "in compute (+179.4 ms; input +0.3, network +1.5, processing +0.0)"
+    assert words in " ".join(text.split()) and max(map(len, text.splitlines())) <= 80
+    unclear = {**late, "ranks": [{**one, "cause": None, "from_layer": None}]}
+    words = "for no one cause (compute +179.4, input +0.3, network +1.5, processing +0.0 ms)"
+    assert words in " ".join(report(late=unclear).render().split())
+    assert "nobody waits for one rank (steps until 1,234" in report(late={**late, "ranks": []}).render()
+    nothing = {"ranks": [], "judged_steps": 0, "until_step": None, "why": "a job of one process"}
+    assert report(late=nothing).render() == report().render()
+
+
 def test_a_job_of_one_rank_renders(tmp_path):
     import penstock as ps
 
     ps.init()
     try:
-        text = ps.report().render()
+        found = ps.report()
     finally:
         ps.shutdown()
+    text = found.render()
     assert "rank 0 of 1" in text and "line rate" not in text
+    assert found["late"]["ranks"] == [] and found["late"]["why"].startswith("a job of one process")
 
 
 def test_all_ranks_add_up():

@@ -147,11 +147,10 @@ def emulated():
 
 def check_has_slow_link(directory, slow, number):
     rates = [1000 if rank != slow else SLOW_MBIT for rank in range(3)]
-    found, logged = over_links(directory, rates, number)
+    found, _ = over_links(directory, rates, number)
     one = only_one(found)
     assert (one["rank"], one["cause"]) == (slow, "network"), one
     assert 0.05 * one["step_ms"] < one["late_ms"] < one["step_ms"]
-    assert f"penstock: the others wait: rank {slow} is late by" in logged
 
 
 def test_who_has_a_slow_link_is_named_with_the_cause(tmp_path):

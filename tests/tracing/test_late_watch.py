@@ -154,6 +154,17 @@ def test_who_is_late_is_found_by_all_and_said_by_the_first(late, caplog):
     assert ranks.hub.waits == [], "nobody waits for another"
 
 
+def test_who_is_late_by_little_is_logged_when_it_is_found_again(monkeypatch, caplog):
+    monkeypatch.setattr(late_watch, "COST_RATIO", 0)
+    monkeypatch.setattr(late_watch, "AT_ONCE_SHARE", 0.9)
+    ranks = Ranks(1)
+    ranks.until(FIRST_ROUND + CYCLE)
+    assert [one["rank"] for one in ranks.found["ranks"]] == [1] and caplog.records == []
+    begun_at(ranks, 1)
+    ranks.until(ranks.closed + CYCLE)
+    assert len(caplog.records) == 1
+
+
 def test_of_even_ranks_nobody_is_named(caplog):
     ranks = Ranks()
     ranks.until(FIRST_ROUND + CYCLE)

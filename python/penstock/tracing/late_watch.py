@@ -47,6 +47,9 @@ BETWEEN, BETWEEN_MAX = 100, 1_000_000
 """Rounds between, where nobody knows how long they take."""
 LINE_EVERY_S = 55.0
 """The same is not said again earlier."""
+AT_ONCE_SHARE = 0.1
+"""Of a step. Who is late by less is named in the log if the time before has found the same: ranks that share processors
+may differ so much for some steps."""
 RECORDS, RECORDS_MAX = 1 << 16, 1 << 19
 """That the engine keeps per lane, 32 bytes each; twice as many the next time where some were lost."""
 
@@ -102,6 +105,7 @@ class LateWatch:
         self._cost_ns = 0
         # What was found.
         self._found: dict[str, Any] = _nothing(f"the first steps that are looked at are those after step {FIRST_ROUND}")
+        self._found_before: set[tuple[int, str | None]] = set()
         self._said: list[tuple[int, str | None]] = []
         self._said_at = 0.0
         if membership is not None:
@@ -323,13 +327,19 @@ class LateWatch:
         late = sorted((one for one in found if one.stands_out), key=lambda one: -one.lag_ns)
         facts = [one.facts(lambda _, layer: self._layers[layer]) for one in late]
         self._found = {"ranks": facts, "judged_steps": ROUNDS - 2, "until_step": self._round - HEARD_AFTER, "why": None}
-        clear = [one for one in facts if one["cause"] is not None]
-        if clear and self._rank == self._members()[0]:
-            self._say(clear)
+        sure = [
+            one
+            for one in facts
+            if one["cause"] is not None
+            and (one["late_ms"] >= AT_ONCE_SHARE * one["step_ms"] or _what(one) in self._found_before)
+        ]
+        self._found_before = {_what(one) for one in facts}
+        if sure and self._rank == self._members()[0]:
+            self._say(sure)
 
     def _say(self, late: Sequence[Mapping[str, Any]]) -> None:
         """One line, unless it was said just now."""
-        what = [(one["rank"], one["cause"]) for one in late]
+        what = [_what(one) for one in late]
         now = time.monotonic()
         if what == self._said and now < self._said_at + LINE_EVERY_S:
             return
@@ -344,6 +354,10 @@ class LateWatch:
         # As gradients do: errors count steps from 0.
         arguments = (book, tensor, address, count * memory.itemsize)
         lent_to(engine).lend(lambda: engine.submit(*arguments, "sum", max(0, self._round - 1)), memory)
+
+
+def _what(facts: Mapping[str, Any]) -> tuple[int, str | None]:
+    return facts["rank"], facts["cause"]
 
 
 def _nothing(why: str) -> dict[str, Any]:
