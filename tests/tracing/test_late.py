@@ -89,9 +89,15 @@ def test_a_late_rank_with_a_slow_link_too_is_said_to_be_late_for_what_is_most_of
 
 
 def test_two_late_ranks_of_five_are_both_found():
-    found = job({1: {"input": 30}, 4: {"forward": 30}}, ranks=5)
+    found = job({1: {"update": 30}, 4: {"forward": 30}}, ranks=5)
     assert late(found) == [1, 4]
-    assert [one.cause for one in found if one.stands_out] == ["input", "compute"]
+    assert [one.cause for one in found if one.stands_out] == ["processing", "compute"]
+
+
+def test_what_is_done_while_the_others_wait_for_somebody_else_makes_nobody_late():
+    """Rank 1 loads its batch while all wait for rank 4."""
+    found = job({1: {"input": 15}, 4: {"forward": 60}}, ranks=5, steps=12)
+    assert late(found) == [4] and found[1].causes["input"] / MS == pytest.approx(15, abs=2)
 
 
 def test_where_nobody_waits_for_others_nobody_is_late():
