@@ -68,7 +68,13 @@ def test_before_init_and_after_shutdown_say_what_to_do(engine):
     ps.shutdown()  # nothing to shut down is nothing wrong
     ps.init()
     assert (ps.rank(), ps.world_size()) == (0, 1)
-    chosen = {"groups": [], "groups_reason": "none asked for", "line_rate_source": "assumed"}
+    late = {
+        "ranks": [],
+        "judged_steps": 0,
+        "until_step": None,
+        "why": "a job of one process, in which nobody waits for others",
+    }
+    chosen = {"groups": [], "groups_reason": "none asked for", "line_rate_source": "assumed", "late": late}
     assert ps.report() == {"rank": 0, "size": 1, "lossy": {}, "asynchronous": {}, "local_updates": [], **chosen}
     ps.shutdown()
     ps.shutdown()
