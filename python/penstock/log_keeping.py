@@ -81,16 +81,14 @@ class LogKeeper:
         header: What runs, and how.
         engine: Of the job.
         membership: Who takes part.
-        calls: The book of collectives, whose rounds are left out.
 
     Raises:
         ConfigError: This rank is the first of a job that begins, and the file cannot be written, or is another one.
     """
 
-    def __init__(self, path: Path, header: RunHeader, engine: Engine, membership: Membership, calls: int) -> None:
+    def __init__(self, path: Path, header: RunHeader, engine: Engine, membership: Membership) -> None:
         self._path, self._engine, self._membership = path.absolute(), engine, membership
         self._run = LoggedRun(header, ())
-        self._calls_book = calls
         self._calls: list[LoggedCall] = []
         self._last: CallPlace | None = None
         self._last_epoch = engine.epoch  # in which the last collective was, or this rank came
@@ -183,7 +181,7 @@ class LogKeeper:
         epochs = []
         # The engine's first: an epoch that begins meanwhile is in the other.
         for (among, rounds), epoch in zip(self._engine.epochs(), self._membership.log(), strict=False):
-            kept = [(book, runs) for book, runs in rounds if book != self._calls_book]
+            kept = [(book, runs) for book, runs in rounds if book not in self._membership.unlogged]
             epochs.append(LoggedEpoch(epoch.members, epoch.step, epoch.whole_steps, tuple(among), kept))
         calls = tuple(one for one in self._calls if one.epoch < len(epochs))
         self._run = replace(self._run, epochs=tuple(epochs), calls=calls)

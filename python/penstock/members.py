@@ -160,6 +160,7 @@ class Membership:
         arriving: Whether this rank is a newcomer that does not know everything yet.
         parts: What newcomers are told of, in the order in which they come to it. Weakly held.
         lets_in: Whether newcomers may come: there are no more parts.
+        unlogged: Books whose rounds are in no log of the job, as they follow the clock, and no result depends on them.
         note: Called after a step, and where newcomers come in, if there are new epochs: the log is to be kept.
     """
 
@@ -170,6 +171,7 @@ class Membership:
         self.arriving = arriving
         self.parts: list[weakref.ref[ElasticPart]] = []
         self.lets_in = False
+        self.unlogged: set[int] = set()
         self._epoch = 0
         self._callbacks: list[Callable[[MembersChange], object]] = []
         self._book: int | None = None

@@ -224,7 +224,8 @@ def _keep_log(job: Job) -> None:
     if path is not None:
         assert job.agreement is not None  # of several ranks
         header = header_of(job.engine, job.agreement)
-        job.log = LogKeeper(Path(path), header, job.engine, job.membership, job.calls.book)
+        job.membership.unlogged.add(job.calls.book)  # the log has collectives of its own
+        job.log = LogKeeper(Path(path), header, job.engine, job.membership)
         job.membership.note = job.log.look
     job.calls.order = job.replay or job.log
 

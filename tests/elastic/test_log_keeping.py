@@ -10,7 +10,9 @@ from job_processes import barrier, run, run_well
 from torch import nn
 
 import penstock as ps
+from penstock import job
 from penstock.membership_file import read_log
+from penstock.tracing.moments import moments_of
 
 STEPS = 14
 LOST_AFTER = 5
@@ -40,8 +42,9 @@ def trains(rank, size, dies, meeting):
             ps.barrier()  # which moves nothing, and is not counted
     ps.synchronize()
     log = [(entry.members, entry.step, entry.whole_steps) for entry in ps.membership_log()]
+    judge = moments_of(job.current().engine).judge
     ps.shutdown()
-    return log, model[0].weight.shape
+    return log, judge._book
 
 
 @pytest.mark.parametrize("dies", [0, 2])
@@ -55,6 +58,7 @@ def test_the_file_says_what_the_members_know(dies, tmp_path):
     log = [(epoch.members, epoch.step, epoch.whole_steps) for epoch in found.epochs]
     assert log == left[0].value[0]
     [change] = found.changes()
+    assert left[0].value[1] not in {book for book, _ in change.rounds}, "who is late is told when the clock says so"
     assert change.lost == (dies,) and change.among == {0, 1, 2, 3} - {dies}
     # It was killed before the step: what was over is whole, in every slice of the gradients.
     gradients = [runs for _, runs in change.rounds if [number for _, number in runs] == [LOST_AFTER]]

@@ -109,7 +109,7 @@ class LateWatch:
         self._said: list[tuple[int, str | None]] = []
         self._said_at = 0.0
         if membership is not None:
-            self._open()  # newcomers open books in the order of the others
+            membership.unlogged.add(self._open())  # now: newcomers open books in the order of the others
         moments.judge = self
 
     # What a report says
