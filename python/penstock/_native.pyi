@@ -126,8 +126,26 @@ class BookReport(TypedDict):
     layers: list[LayerReport]
 
 @type_check_only
+class PeerReport(TypedDict):
+    """Counts of another rank: of layers, messages and collectives; bytes are payload.
+
+    What is queued waits now. `retransmitted_segments`: what TCP has sent again, none through shared memory.
+    """
+
+    rank: int
+    bytes_sent: int
+    bytes_received: int
+    queued_frames: int
+    queued_bytes: int
+    retransmitted_segments: int
+
+@type_check_only
 class Report(TypedDict):
-    """What an engine counted since it was made; bytes are payload."""
+    """What an engine counted since it was made; bytes are payload.
+
+    `tensors_in_flight` were submitted, and their results are not in memory now. `peers` are the ranks that anything
+    went to or came from.
+    """
 
     rank: int
     size: int
@@ -140,6 +158,7 @@ class Report(TypedDict):
     bytes_received: int
     call_bytes_sent: int
     call_bytes_received: int
+    tensors_in_flight: int
     busy_backward_s: float
     busy_forward_s: float
     busy_stalled_s: float
@@ -149,6 +168,7 @@ class Report(TypedDict):
     line_bytes_per_s: float | None
     through_memory: list[int]
     owned_bytes: list[int]
+    peers: list[PeerReport]
     books: list[BookReport]
 
 @type_check_only

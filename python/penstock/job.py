@@ -253,6 +253,8 @@ def report() -> Report:
     """What was moved and when, as counted by the engine since `init`: bytes, seconds, slices, preemptions by layer.
 
     ``call_bytes_sent`` and ``call_bytes_received`` are those of messages and collectives, which belong to no layer.
+    ``peers`` has by rank what went to it and came from it, layers and calls together, what waits to be sent to it now,
+    and how many segments TCP has sent again; ``tensors_in_flight`` how many tensors are being synchronised now.
     ``lossy`` names the layers that use a lossy scheme, and which; ``local_updates`` what trains by local updates, whose
     results are not those of synchronous training; ``asynchronous``, by model, how stale gradients were with
     ``mode="async"``. ``line_bytes_per_s`` is the line rate as measured at the start, or the most that one connection

@@ -109,6 +109,17 @@ pub struct PayloadBytes {
     pub received_bytes: u64,
 }
 
+/// What goes to one peer and comes from it: frames of slices and of calls.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PeerCounts {
+    /// Payload.
+    pub payload: PayloadBytes,
+    /// Frames that wait now: queued or answered, and not a byte of them is out.
+    pub queued_frames: u64,
+    /// Their payload.
+    pub queued_bytes: u64,
+}
+
 /// Counts of what was observed.
 #[derive(Debug, Clone, Default)]
 pub struct Counters {
@@ -124,6 +135,8 @@ pub struct Counters {
     pub traffic: Vec<Vec<PayloadBytes>>,
     /// Of messages of calls.
     pub calls: PayloadBytes,
+    /// By rank of the peer, as far as there was a frame.
+    pub peers: Vec<PeerCounts>,
 }
 
 impl Counters {
@@ -142,6 +155,15 @@ impl Counters {
         }
         Some(&mut layers[layer])
     }
+
+    /// Where a frame counts for its peer. One that is neither a slice's nor a call's does not: nobody sees it queued.
+    fn peer(&mut self, seen: &Observation<'_>) -> Option<&mut PeerCounts> {
+        let at = seen.peer.filter(|_| seen.layer.is_some() || seen.header.kind.is_call())?.index();
+        if at >= self.peers.len() {
+            self.peers.resize(at + 1, PeerCounts::default());
+        }
+        Some(&mut self.peers[at])
+    }
 }
 
 impl Observe for Counters {
@@ -151,10 +173,22 @@ impl Observe for Counters {
         let payload_bytes = u64::from(seen.header.payload_bytes);
         self.preemptions += u64::from(seen.overtakes);
         match seen.point {
+            Point::Queued | Point::Answered => {
+                if let Some(peer) = self.peer(&seen) {
+                    peer.queued_frames += 1;
+                    peer.queued_bytes += payload_bytes;
+                }
+            }
             Point::FirstByteOut => {
                 self.frames_sent += 1;
                 if let Some(traffic) = self.traffic(seen.header, seen.layer) {
                     traffic.sent_bytes += payload_bytes;
+                }
+                if let Some(peer) = self.peer(&seen) {
+                    peer.payload.sent_bytes += payload_bytes;
+                    // Each was queued before.
+                    peer.queued_frames = peer.queued_frames.saturating_sub(1);
+                    peer.queued_bytes = peer.queued_bytes.saturating_sub(payload_bytes);
                 }
             }
             Point::Arrived => {
@@ -162,9 +196,12 @@ impl Observe for Counters {
                 if let Some(traffic) = self.traffic(seen.header, seen.layer) {
                     traffic.received_bytes += payload_bytes;
                 }
+                if let Some(peer) = self.peer(&seen) {
+                    peer.payload.received_bytes += payload_bytes;
+                }
             }
             Point::Landed => self.slices += 1,
-            Point::Submitted | Point::Queued | Point::Summed | Point::Answered | Point::Applied => {}
+            Point::Submitted | Point::Summed | Point::Applied => {}
         }
     }
 }

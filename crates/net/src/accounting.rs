@@ -74,6 +74,11 @@ impl Accounting {
         self.in_flight += count;
     }
 
+    /// How many tensors are in flight.
+    pub(crate) fn in_flight(&self) -> u64 {
+        self.in_flight
+    }
+
     /// Whether nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.in_flight == 0
@@ -122,6 +127,7 @@ mod tests {
         accounting.set_phase(Phase::Backward, at(1)); // nothing in flight: not counted
         accounting.submitted(1, at(2));
         accounting.submitted(1, at(3));
+        assert_eq!(accounting.in_flight(), 2);
         accounting.set_phase(Phase::Forward, at(5));
         accounting.completed(at(6));
         accounting.wait_began(at(9));

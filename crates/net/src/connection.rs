@@ -460,6 +460,11 @@ impl Connection {
         delivered_bytes.saturating_sub(before)
     }
 
+    /// Segments that TCP has sent again so far.
+    pub(crate) fn retransmitted_segments(&self) -> u64 {
+        self.transport.retransmitted_segments()
+    }
+
     /// Bytes that are written and would be lost if this end closed now.
     pub(crate) fn undelivered_bytes(&self) -> usize {
         self.transport.undelivered_bytes()

@@ -14,7 +14,7 @@ use crate::congestion;
 use crate::failure::Failure;
 use crate::mailbox::Command;
 use crate::memory::{Chunk, Lender, Pool, RealMemory};
-use crate::observed::{Observations, Record, Rings, now_ns};
+use crate::observed::{LaneCounts, Observations, Record, Rings, now_ns};
 use crate::report::{self, Report};
 use crate::shared::{OpenBook, Shared};
 pub use call::{AddressRange, CallPart};
@@ -25,7 +25,7 @@ use penstock_core::calls::Calls;
 use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
 use penstock_core::limits::{NEWCOMERS_MAX, RANKS_MAX};
-use penstock_core::observe::{Counters, Point};
+use penstock_core::observe::Point;
 use penstock_core::roles::Roles;
 use penstock_core::{
     Book, BookId, Gives, Members, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing,
@@ -647,7 +647,7 @@ impl Engine {
         }
         let counts = self.ask(|reply| Command::Observe { rings: rings.clone(), reply });
         let shared = &self.inner.shared;
-        let sum = |counters: &[Counters]| counters.iter().map(|counters| counters.slices).sum::<u64>();
+        let sum = |lanes: &[LaneCounts]| lanes.iter().map(|lane| lane.seen.slices).sum::<u64>();
         let state = shared.lock();
         let have_ended = state.final_counters.len() == shared.mailboxes().len();
         let of_lanes = if have_ended { sum(&state.final_counters) } else { counts.iter().sum() };
@@ -661,24 +661,35 @@ impl Engine {
     pub fn report(&self) -> Result<Report, Failure> {
         self.alive("report")?;
         let shared = &self.inner.shared;
-        let mut counters = self.ask(|reply| Command::Count { reply });
-        let (busy, finals, past, through_memory) = {
+        let mut running = self.ask(|reply| Command::Count { reply });
+        let (busy, tensors_in_flight, mut ended, past, through_memory) = {
             let mut state = shared.lock();
             let through_memory = state.through_memory.iter().map(|rank| rank.0).collect();
-            let counters = (state.final_counters.clone(), state.past_counters.clone());
-            (state.accounting.busy(Instant::now()), counters.0, counters.1, through_memory)
+            let (finals, past) = (state.final_counters.clone(), state.past_counters.clone());
+            let in_flight = state.accounting.in_flight();
+            (state.accounting.busy(Instant::now()), in_flight, finals, past, through_memory)
         };
-        if finals.len() == shared.mailboxes().len() {
-            counters = finals;
+        if ended.len() == shared.mailboxes().len() {
+            running.clear();
+        } else {
+            ended.clear();
         }
-        counters.extend(past);
+        ended.extend(past);
         let books = self.inner.books.read();
         let EngineConfig { size, lanes, .. } = self.inner.config;
         let size = size.max(self.inner.members().end() as u32);
-        let counted = report::count(shared.me, size, lanes, &counters, &books);
+        let counted = report::count(shared.me, size, lanes, (&running[..], &ended[..]), &books);
         let slices = counted.slices + self.inner.own_slices.load(Ordering::Relaxed);
         let (pool_bytes, line_bytes_per_s) = (shared.pool.bytes() as u64, shared.highest_bytes_per_s());
-        Ok(Report { slices, busy, pool_bytes, line_bytes_per_s, through_memory, ..counted })
+        Ok(Report {
+            slices,
+            busy,
+            tensors_in_flight,
+            pool_bytes,
+            line_bytes_per_s,
+            through_memory,
+            ..counted
+        })
     }
 
     /// Asks every lane; those that do not answer in time are left out.

@@ -17,7 +17,7 @@ use crate::descriptors::{self, Registration};
 use crate::failure::Failure;
 use crate::mailbox::{Command, Mailbox, Recovering, Word};
 use crate::memory::{Chunk, RealMemory};
-use crate::observed::{LaneNode, Recorder, Rings};
+use crate::observed::{LaneCounts, LaneNode, Recorder, Rings};
 use crate::shared::{OpenBook, Shared, ns};
 use crate::transport::Transport;
 use mio::{Events, Poll, Token};
@@ -47,6 +47,15 @@ struct Peer {
     wanted: bool,
     /// Its connection has ended. There is no second one.
     gone: bool,
+    /// By then TCP had sent so many segments again.
+    retransmitted: u64,
+}
+
+impl Peer {
+    /// Segments that TCP has sent again so far.
+    fn retransmitted_segments(&self) -> u64 {
+        self.connection.as_ref().map_or(self.retransmitted, Connection::retransmitted_segments)
+    }
 }
 
 /// The state of the thread.
@@ -149,9 +158,9 @@ impl Lane {
             }
         }
         self.mailbox.close();
-        let counters = self.node.observer().counters.clone();
+        let counts = self.counts();
         self.shared.update(|state| {
-            state.final_counters.push(counters);
+            state.final_counters.push(counts);
             state.lanes_done += u32::from(!self.done);
             state.lanes_told += u32::from(!self.told);
             state.lanes_quiet += u32::from(self.failed.is_none());
@@ -272,7 +281,7 @@ impl Lane {
             }
             Command::Failed { header, reason } => return self.fail_all(header, reason),
             Command::Count { reply } => {
-                let _ = reply.send(self.node.observer().counters.clone());
+                let _ = reply.send(self.counts());
                 return;
             }
             Command::Recover(recovering) => return self.recover(*recovering),
@@ -370,7 +379,7 @@ impl Lane {
             Command::Connected { peer, transport } => self.connected(peer, transport),
             Command::Failed { header, reason } => self.fail_all(header, reason),
             Command::Count { reply } => {
-                let _ = reply.send(self.node.observer().counters.clone());
+                let _ = reply.send(self.counts());
             }
             Command::Halt => (self.stopping, self.halted) = (true, true),
             Command::Observe { rings, reply } => {
@@ -380,6 +389,12 @@ impl Lane {
             // The caller finds the failure.
             _ => {}
         }
+    }
+
+    /// What it has counted so far.
+    fn counts(&mut self) -> LaneCounts {
+        let retransmitted = self.peers.iter().map(Peer::retransmitted_segments).collect();
+        LaneCounts { seen: self.node.observer().counters.clone(), retransmitted }
     }
 
     /// How many slices have landed when it begins, or ends.

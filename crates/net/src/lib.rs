@@ -28,6 +28,7 @@ mod send_buffer;
 mod shared;
 mod socket;
 mod summing;
+mod tcp_info;
 pub mod transport;
 
 pub use accounting::{Busy, Phase};
@@ -35,5 +36,5 @@ pub use call::Handle;
 pub use engine::{AddressRange, CallPart, Engine, EngineConfig, Landed, Lent, Until};
 pub use failure::{Failure, Stop};
 pub use observed::{Observations, Record};
-pub use report::{BookReport, LayerReport, Report};
+pub use report::{BookReport, LayerReport, PeerReport, Report};
 pub use summing::summing_rate;

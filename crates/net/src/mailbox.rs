@@ -3,7 +3,7 @@
 
 use crate::call::Handle;
 use crate::memory::Chunk;
-use crate::observed::Rings;
+use crate::observed::{LaneCounts, Rings};
 use crate::shared::OpenBook;
 use crate::transport::Transport;
 use mio::Waker;
@@ -11,7 +11,6 @@ use parking_lot::{Mutex, MutexGuard, RwLock};
 use penstock_core::calls::Call;
 use penstock_core::exchange::Field;
 use penstock_core::life::Question;
-use penstock_core::observe::Counters;
 use penstock_core::optimizer::Update;
 use penstock_core::recovery::ResultGiven;
 use penstock_core::types::GroupId;
@@ -65,7 +64,7 @@ pub(crate) enum Command {
     /// By slice, the sum of the squares of what waits to be updated with.
     Squares { book: BookId, reply: Sender<Option<Vec<(SliceId, f64)>>> },
     /// What was counted?
-    Count { reply: Sender<Counters> },
+    Count { reply: Sender<LaneCounts> },
     /// From now on keep what is observed in these rings, or not at all. How many slices have landed by now?
     Observe { rings: Option<Arc<Rings>>, reply: Sender<u64> },
     /// A group for calls.

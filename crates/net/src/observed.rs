@@ -193,6 +193,15 @@ impl Observe for Recorder {
     }
 }
 
+/// What one lane has counted.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct LaneCounts {
+    /// What its node has let it see.
+    pub(crate) seen: Counters,
+    /// By rank of the peer, segments that TCP has sent again.
+    pub(crate) retransmitted: Vec<u64>,
+}
+
 fn record(
     ring: &Ring,
     time_ns: u64,

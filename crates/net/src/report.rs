@@ -1,6 +1,7 @@
 //! What an engine counted.
 
 use crate::accounting::Busy;
+use crate::observed::LaneCounts;
 use crate::shared::OpenBook;
 use penstock_core::layout::Tensor;
 use penstock_core::observe::{Counters, PayloadBytes};
@@ -38,6 +39,8 @@ pub struct Report {
     pub busy: Busy,
     /// Time that the program waited for results.
     pub stall: Duration,
+    /// Tensors that were submitted and whose results are not in memory.
+    pub tensors_in_flight: u64,
     /// Bytes of scratch buffers, in use or kept for reuse.
     pub pool_bytes: u64,
     /// The highest rate for which a connection is bound, in bytes per second; `None` before the line rate is known.
@@ -46,8 +49,27 @@ pub struct Report {
     pub through_memory: Vec<u32>,
     /// Bytes owned by each rank's shard, over all books.
     pub owned_bytes: Vec<u64>,
+    /// Other ranks, in order, that frames of slices or of calls went to or came from.
+    pub peers: Vec<PeerReport>,
     /// Each book.
     pub books: Vec<BookReport>,
+}
+
+/// What goes to another rank and comes from it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PeerReport {
+    /// Which.
+    pub rank: u32,
+    /// Bytes of layers, messages and collectives given to the sockets.
+    pub bytes_sent: u64,
+    /// Those that arrived.
+    pub bytes_received: u64,
+    /// Frames that wait now to be given to the sockets.
+    pub queued_frames: u64,
+    /// Their bytes.
+    pub queued_bytes: u64,
+    /// Segments that TCP has sent again.
+    pub retransmitted_segments: u64,
 }
 
 /// Counts of one book.
@@ -74,16 +96,17 @@ pub struct LayerReport {
     pub stall: Duration,
 }
 
-/// Everything that is counted per slice.
+/// Everything that is counted per slice, by lanes that run and by those that have ended.
 pub(crate) fn count(
     rank: Rank,
     ranks: u32,
     lanes: u32,
-    counters: &[Counters],
+    (running, ended): (&[LaneCounts], &[LaneCounts]),
     books: &[Arc<OpenBook>],
 ) -> Report {
-    let sum = |what: fn(&Counters) -> u64| counters.iter().map(what).sum();
-    let books_reported: Vec<BookReport> = books.iter().map(|book| of_book(book, counters)).collect();
+    let counters: Vec<&Counters> = running.iter().chain(ended).map(|lane| &lane.seen).collect();
+    let sum = |what: fn(&Counters) -> u64| counters.iter().map(|lane| what(lane)).sum::<u64>();
+    let books_reported: Vec<BookReport> = books.iter().map(|book| of_book(book, &counters)).collect();
     let layers = || books_reported.iter().flat_map(|book| &book.layers);
     Report {
         rank: rank.0,
@@ -98,6 +121,7 @@ pub(crate) fn count(
         call_bytes_sent: sum(|c| c.calls.sent_bytes),
         call_bytes_received: sum(|c| c.calls.received_bytes),
         stall: layers().map(|layer| layer.stall).sum(),
+        peers: of_peers(running, ended),
         owned_bytes: (0..ranks as usize)
             .map(|r| books.iter().map(|book| book.book.owned_bytes.get(r).copied().unwrap_or(0)).sum())
             .collect(),
@@ -106,10 +130,35 @@ pub(crate) fn count(
     }
 }
 
-fn of_book(open: &OpenBook, counters: &[Counters]) -> BookReport {
+fn of_peers(running: &[LaneCounts], ended: &[LaneCounts]) -> Vec<PeerReport> {
+    let mut peers: Vec<PeerReport> = Vec::new();
+    // What an ended lane had left waits no more.
+    let lanes = running.iter().map(|lane| (lane, true)).chain(ended.iter().map(|lane| (lane, false)));
+    for (lane, runs) in lanes {
+        let ranks = lane.seen.peers.len().max(lane.retransmitted.len());
+        while peers.len() < ranks {
+            peers.push(PeerReport { rank: peers.len() as u32, ..PeerReport::default() });
+        }
+        for (peer, counts) in peers.iter_mut().zip(&lane.seen.peers) {
+            peer.bytes_sent += counts.payload.sent_bytes;
+            peer.bytes_received += counts.payload.received_bytes;
+            if runs {
+                peer.queued_frames += counts.queued_frames;
+                peer.queued_bytes += counts.queued_bytes;
+            }
+        }
+        for (peer, segments) in peers.iter_mut().zip(&lane.retransmitted) {
+            peer.retransmitted_segments += segments;
+        }
+    }
+    peers.retain(|peer| *peer != PeerReport { rank: peer.rank, ..PeerReport::default() });
+    peers
+}
+
+fn of_book(open: &OpenBook, counters: &[&Counters]) -> BookReport {
     let traffic = |layer: usize| {
         let of_lane =
-            |c: &Counters| c.traffic.get(usize::from(open.id)).and_then(|layers| layers.get(layer)).copied();
+            |c: &&Counters| c.traffic.get(usize::from(open.id)).and_then(|layers| layers.get(layer)).copied();
         counters.iter().filter_map(of_lane).fold(PayloadBytes::default(), |sum, lane| PayloadBytes {
             sent_bytes: sum.sent_bytes + lane.sent_bytes,
             received_bytes: sum.received_bytes + lane.received_bytes,
@@ -130,5 +179,35 @@ fn of_book(open: &OpenBook, counters: &[Counters]) -> BookReport {
     BookReport {
         name: open.book.name.clone(),
         layers: open.book.layers.iter().enumerate().map(layer).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use penstock_core::observe::PeerCounts;
+
+    fn lane(sent_bytes: u64, queued_frames: u64, retransmitted: Vec<u64>) -> LaneCounts {
+        let payload = PayloadBytes { sent_bytes, received_bytes: 2 * sent_bytes };
+        let peer = PeerCounts { payload, queued_frames, queued_bytes: 10 * queued_frames };
+        let seen = Counters { peers: vec![PeerCounts::default(), peer], ..Counters::default() };
+        LaneCounts { seen, retransmitted }
+    }
+
+    #[test]
+    fn peers_are_counted_over_all_lanes_and_what_ended_ones_had_left_waits_no_more() {
+        let running = [lane(100, 3, vec![0, 1, 0, 7]), lane(20, 0, Vec::new())];
+        let ended = [lane(3, 5, vec![0, 2])];
+        let first = PeerReport {
+            rank: 1,
+            bytes_sent: 123,
+            bytes_received: 246,
+            queued_frames: 3,
+            queued_bytes: 30,
+            retransmitted_segments: 3,
+        };
+        let other = PeerReport { rank: 3, retransmitted_segments: 7, ..PeerReport::default() };
+        assert_eq!(of_peers(&running, &ended), [first, other]);
+        assert!(of_peers(&[], &[LaneCounts::default()]).is_empty());
     }
 }

@@ -13,6 +13,7 @@
 //! round trips made them unequal, and with them the peers' shares of the link: ResNet-50 at 600 Mbit/s took 1.13 to 1.24
 //! of T* that way, and 1.01 without any bound.
 
+use crate::tcp_info;
 use std::io;
 use std::os::fd::BorrowedFd;
 
@@ -30,7 +31,7 @@ const BOUND_MAX_BYTES: f64 = ((2 * 208) << 10) as f64;
 /// # Errors
 /// What the system said. A kernel that cannot tell or be told leaves the connection as it is.
 pub(crate) fn bind(socket: BorrowedFd<'_>, bytes_per_s: f64) -> io::Result<()> {
-    system::apply(socket, bound(bytes_per_s, system::shortest_round_trip_s(socket)?))
+    system::apply(socket, bound(bytes_per_s, tcp_info::shortest_round_trip_s(socket)?))
 }
 
 /// Bytes for a connection; `None`: it is left alone.
@@ -46,10 +47,6 @@ mod system {
     use std::io;
     use std::os::fd::BorrowedFd;
 
-    pub(super) fn shortest_round_trip_s(_: BorrowedFd<'_>) -> io::Result<f64> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
     pub(super) fn apply(_: BorrowedFd<'_>, _: Option<u32>) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -63,26 +60,6 @@ mod system {
 
     /// Linux 5.16 and later: which buffer sizes are fixed by the program; 0 gives them back to the system.
     const SO_BUF_LOCK: libc::c_int = 72;
-    /// `struct tcp_info`, as far as it is needed: 32-bit words behind 8 bytes of flags.
-    const WORDS: usize = 38;
-    const SHORTEST_US: usize = 37;
-
-    /// The shortest round trip of the last minutes, in seconds.
-    pub(super) fn shortest_round_trip_s(socket: BorrowedFd<'_>) -> io::Result<f64> {
-        let mut words = [0u32; WORDS];
-        let mut len = size_of::<[u32; WORDS]>() as libc::socklen_t;
-        // SAFETY: the kernel writes at most `len` bytes to memory that we own.
-        let status = unsafe {
-            libc::getsockopt(
-                socket.as_raw_fd(),
-                libc::IPPROTO_TCP,
-                libc::TCP_INFO,
-                words.as_mut_ptr().cast(),
-                &raw mut len,
-            )
-        };
-        if status == 0 { Ok(f64::from(words[SHORTEST_US]) * 1e-6) } else { Err(io::Error::last_os_error()) }
-    }
 
     /// Bounds the send buffer, or gives it back to the system.
     pub(super) fn apply(socket: BorrowedFd<'_>, bytes: Option<u32>) -> io::Result<()> {

@@ -8,6 +8,7 @@ use crate::council::CouncilHandle;
 use crate::failure::{Failure, Stop};
 use crate::mailbox::{Command, Mailbox};
 use crate::memory::Pool;
+use crate::observed::LaneCounts;
 use book::TensorState;
 pub(crate) use book::{Gathered, OpenBook};
 use life::Fate;
@@ -16,7 +17,6 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use penstock_core::Members;
 use penstock_core::all_gather::AllGather;
 use penstock_core::life::{Life, Over, Wait};
-use penstock_core::observe::Counters;
 use penstock_core::{Error, Rank, Seq};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -84,9 +84,9 @@ pub(crate) struct State {
     /// Lanes that know of the failure: they write no memory of the program any more.
     pub(crate) lanes_quiet: u32,
     /// Final counts of lanes that have ended, in this epoch.
-    pub(crate) final_counters: Vec<Counters>,
+    pub(crate) final_counters: Vec<LaneCounts>,
     /// The same of those before it.
-    pub(crate) past_counters: Vec<Counters>,
+    pub(crate) past_counters: Vec<LaneCounts>,
     /// Peers with whom bytes are exchanged through shared memory.
     pub(crate) through_memory: BTreeSet<Rank>,
     waiters: u32,

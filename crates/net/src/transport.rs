@@ -14,6 +14,7 @@ mod pipe;
 use crate::seal::Seal;
 use crate::send_buffer;
 use crate::socket::Socket;
+use crate::tcp_info;
 pub use mapping::MAPPING_BYTES;
 use mio::event::{Event, Source};
 use mio::{Interest, Registry, Token};
@@ -218,6 +219,15 @@ impl Transport {
             let _ = send_buffer::bind(self.socket.as_fd(), bytes_per_s);
         }
         self.socket.is_tcp()
+    }
+
+    /// Segments that TCP has sent again so far: none through memory, nor where the system does not tell.
+    pub(crate) fn retransmitted_segments(&self) -> u64 {
+        if self.socket.is_tcp() {
+            tcp_info::retransmitted_segments(self.socket.as_fd()).unwrap_or(0)
+        } else {
+            0
+        }
     }
 
     /// Bytes that would be lost if this end closed now. What is in memory the other end can read after that.

@@ -1,7 +1,7 @@
 //! `Engine.report()` as plain dictionaries.
 
 use penstock_core::way::Way;
-use penstock_net::{BookReport, LayerReport, Report};
+use penstock_net::{BookReport, LayerReport, PeerReport, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -19,6 +19,7 @@ pub(crate) fn to_python<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound
         ("bytes_received", report.bytes_received),
         ("call_bytes_sent", report.call_bytes_sent),
         ("call_bytes_received", report.call_bytes_received),
+        ("tensors_in_flight", report.tensors_in_flight),
     ];
     for (name, count) in counts {
         dict.set_item(name, count)?;
@@ -37,8 +38,26 @@ pub(crate) fn to_python<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound
     dict.set_item("line_bytes_per_s", report.line_bytes_per_s)?;
     dict.set_item("through_memory", &report.through_memory)?;
     dict.set_item("owned_bytes", &report.owned_bytes)?;
+    let peers = report.peers.iter().map(|peer| of_peer(py, peer)).collect::<PyResult<Vec<_>>>()?;
+    dict.set_item("peers", PyList::new(py, peers)?)?;
     let books = report.books.iter().map(|book| of_book(py, book)).collect::<PyResult<Vec<_>>>()?;
     dict.set_item("books", PyList::new(py, books)?)?;
+    Ok(dict)
+}
+
+fn of_peer<'py>(py: Python<'py>, peer: &PeerReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let counts = [
+        ("rank", u64::from(peer.rank)),
+        ("bytes_sent", peer.bytes_sent),
+        ("bytes_received", peer.bytes_received),
+        ("queued_frames", peer.queued_frames),
+        ("queued_bytes", peer.queued_bytes),
+        ("retransmitted_segments", peer.retransmitted_segments),
+    ];
+    for (name, count) in counts {
+        dict.set_item(name, count)?;
+    }
     Ok(dict)
 }
 

@@ -1,6 +1,7 @@
 //! What a node lets others see of a slice's journey, in which order.
 
 use super::*;
+use penstock_core::observe::{PayloadBytes, PeerCounts};
 use Point::{Answered, Arrived, FirstByteOut, Landed, Queued, Submitted, Summed};
 
 impl Bench {
@@ -115,4 +116,25 @@ fn what_overtakes_is_counted() {
         1,
         "tensor 3 goes before tensor 5, and 7 behind both"
     );
+}
+
+#[test]
+fn what_waits_for_a_peer_is_counted_until_its_first_byte_is_out() {
+    let mut bench = Bench::with_book(1, 3, 1 << 20);
+    bench.submit(0, 1, Op::Average, false);
+    let waits = PeerCounts { queued_frames: 1, queued_bytes: 4096, ..PeerCounts::default() };
+    assert_eq!(bench.node.observer().counters.peers, [waits]);
+    let taken = bench.node.next_frame(Rank(0)).unwrap();
+    assert_eq!(bench.node.observer().counters.peers, [waits], "the driver has it, the network has not");
+    bench.node.first_byte_out(Rank(0), &taken.header);
+    bench.frame(0, exchange(Kind::Answer, 0, 1, Op::Average)).unwrap();
+    let payload = PayloadBytes { sent_bytes: 4096, received_bytes: 4096 };
+    let done = PeerCounts { payload, ..PeerCounts::default() };
+    assert_eq!(bench.node.observer().counters.peers, [done]);
+    // What is no slice's counts for no peer: nobody sees it queued.
+    bench.node.step(Event::Leave, &mut bench.actions).unwrap();
+    bench.frame(2, Header { payload_bytes: 100, ..Header::control(Kind::Blob) }).unwrap();
+    bench.frames(0);
+    bench.frames(2);
+    assert_eq!(bench.node.observer().counters.peers, [done]);
 }

@@ -67,6 +67,7 @@ impl Lane {
         let dropped = &mut self.peers[peer];
         dropped.gone = true;
         if let Some(mut connection) = dropped.connection.take() {
+            dropped.retransmitted = connection.retransmitted_segments();
             // Fails only if it is not registered, which is what is wanted.
             let _ = self.poll.registry().deregister(connection.watched());
             self.shared.live(|life, now_ns| life.ended(now_ns, Rank(peer as u32), why));

@@ -321,6 +321,10 @@ impl<M: SimMemory> World<M> {
                 check_bytes(Rank(rank), on_links, &self.setup.books, self.setup.ranks, rounds)?;
             }
         }
+        let waits = |counters: &Counters| {
+            counters.peers.iter().any(|peer| peer.queued_frames + peer.queued_bytes > 0)
+        };
+        check(!counters.iter().any(waits), Checker::Bytes, || "sent frames count as queued".into())?;
         let out = counters.iter().map(|counters| counters.frames_sent).sum::<u64>() + self.said_frames;
         let into = counters.iter().map(|counters| counters.frames_received).sum();
         check((sent, out) == (received, into), Checker::Bytes, || {
