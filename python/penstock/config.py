@@ -57,7 +57,12 @@ SECONDS_MAX = 1e6
 PINNED_BYTES_MIN = 8 << 20  # two pieces of a gradient, or one and the reserve (torch/gradients/device_landing.py)
 PINNED_BYTES_MAX = 1 << 40
 STEPS_MAX = 1_000_000_000
+PORT_MAX = 65535
 OBSERVATIONS_MAX = 1 << 24
+METRICS_SUFFIX = ".prom"
+"""Of files that node_exporter's textfile collector reads."""
+METRICS_HOST = "127.0.0.1"
+"""Where metrics are served unless it is said: whoever reaches the port reads them."""
 POLICIES = ("measured", "paper")
 ROLES = ("worker", "server")
 
@@ -137,6 +142,10 @@ class Options:
             program; the oldest go first. ``0``: none. What it costs: docs/decisions/0011-observations-on-request.md.
         trace: A directory for a trace of this rank, from the start; see `penstock.trace`.
         trace_steps: Which steps are traced: a number of them from the first, or the first and the last, ``"100-109"``.
+        metrics: Where a Prometheus finds what this rank counts (docs/metrics.md): a port, on the loopback interface,
+            ``"host:port"``, or a file ``"*.prom"``, which is written every few seconds. Of the ranks of a host each
+            takes the next port; with port 0 any free one, which the log and `penstock.report` say. It takes
+            prometheus-client, the extra ``penstock[metrics]``.
 
     Example:
         >>> import penstock as ps
@@ -179,6 +188,7 @@ class Options:
     observations: int = 0
     trace: str | None = None
     trace_steps: str = "20"
+    metrics: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -205,6 +215,13 @@ class Options:
         """What `trace_steps` says, as `penstock.trace` takes it."""
         first, _, last = self.trace_steps.partition("-")
         return range(int(first), int(last) + 1) if last else int(first)
+
+    def metrics_address(self) -> tuple[str, int] | None:
+        """The host and the first port of `metrics`; None if that is a file, or nothing."""
+        if self.metrics is None or self.metrics.endswith(METRICS_SUFFIX):
+            return None
+        host, _, port = self.metrics.rpartition(":")
+        return host.strip("[]"), int(port)
 
 
 class OptionArguments(TypedDict, total=False):
@@ -246,6 +263,7 @@ class OptionArguments(TypedDict, total=False):
     observations: int | str | None
     trace: str | os.PathLike[str] | None
     trace_steps: int | str | None
+    metrics: int | str | os.PathLike[str] | None
 
 
 # Parsers: from what was given to the value, or a ValueError, whose text does not matter.
@@ -297,7 +315,7 @@ def _port(raw: object) -> str:
     parts = raw.split("-") if isinstance(raw, str) else [raw]
     if len(parts) > 2:
         raise ValueError
-    numbers = [integer(part, 0 if len(parts) == 1 else 1, 65535) for part in parts]
+    numbers = [integer(part, 0 if len(parts) == 1 else 1, PORT_MAX) for part in parts]
     if numbers != sorted(numbers):
         raise ValueError
     return "-".join(str(number) for number in numbers)
@@ -318,6 +336,22 @@ def _steps(raw: object) -> str:
     if numbers != sorted(numbers):
         raise ValueError
     return "-".join(str(number) for number in numbers)
+
+
+def _metrics(raw: object) -> str:
+    if isinstance(raw, int):
+        return f"{METRICS_HOST}:{integer(raw, 0, PORT_MAX)}"
+    text = _path(raw)
+    if text.endswith(METRICS_SUFFIX):
+        return text
+    text = text.strip()
+    if ":" not in text:
+        return f"{METRICS_HOST}:{integer(text, 0, PORT_MAX)}"
+    parts = urlsplit(f"//{text}")
+    is_plain = parts.netloc == text and parts.username is None and not re.search(r"\s", text)
+    if not parts.hostname or parts.port is None or not is_plain:
+        raise ValueError
+    return f"{text.rpartition(':')[0]}:{parts.port}"
 
 
 def _name(raw: object) -> str:
@@ -391,7 +425,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
         _interface,
         'names or CIDR blocks separated by commas, "!" to exclude, as "eth0" or "10.0.0.0/8,!docker0"',
     ),
-    "port": (_port, 'a port from 0 (any) to 65535, or a range as "5000-5010"'),
+    "port": (_port, f'a port from 0 (any) to {PORT_MAX}, or a range as "5000-5010"'),
     "slice_bytes": (
         _automatic_or(SLICE_BYTES_MIN, SLICE_BYTES_MAX),
         f'bytes, from {SLICE_BYTES_MIN} to {SLICE_BYTES_MAX}, or "auto"',
@@ -427,6 +461,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
     "trace": (_path, "a path of a directory"),
     "trace_steps": (_steps, 'a number of steps from 1, or the first and the last, as "100-109"'),
+    "metrics": (_metrics, f'a port from 0 (any) to {PORT_MAX}, "host:port", or a file "*{METRICS_SUFFIX}"'),
 }
 
 

@@ -263,7 +263,7 @@ def report() -> Report:
     by group, and ``groups_reason`` says why these, or why none. ``through_memory`` has the ranks of this host with
     which bytes have gone through shared memory so far. Where models are on an accelerator ``copies`` has the bytes of
     gradients copied between device and host, the seconds that it took for them, and the share of that time in which
-    nothing waited for them.
+    nothing waited for them. With the option ``metrics``, ``metrics`` is the URL or the file where this rank's are.
 
     ``late`` says which ranks the others wait for, as of the last steps that were looked at: ``ranks`` has those that
     stand out, the worst first, each by the number that it began with, with how late it is per step (``late_ms`` of
@@ -282,6 +282,8 @@ def report() -> Report:
     found["line_rate_source"] = current("report").rates.source
     found["groups"] = [list(group) for group in current("report").groups]
     found["groups_reason"] = current("report").groups_reason
+    if (metrics := current("report").metrics) is not None:
+        found["metrics"] = metrics.place
     found["lossy"], found["local_updates"], found["asynchronous"] = {}, [], {}
     found.update(_lateness(current("report")))
     for one in attached():
@@ -398,3 +400,5 @@ def _after_fork_in_child() -> None:
         one.after_fork_in_child()
     if job.trace is not None:
         job.trace.abandon()
+    if job.metrics is not None:
+        job.metrics.abandon()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.launchers import Launch
     from penstock.log_keeping import LogKeeper
     from penstock.members import Membership
+    from penstock.metrics.exporting import Exposition
     from penstock.rendezvous import Agreement
     from penstock.replaying import LoggedCourse
     from penstock.tracing.recording import Trace
@@ -69,6 +70,7 @@ class Job:
         handled: The exception that the program was handling when it joined, the loss of an earlier job for instance.
         stores_made: Key-value stores, on this rank.
         trace: The last that this rank has begun to write.
+        metrics: Where this rank's can be found, if they are asked for.
         membership: Who is left, of an elastic job.
         calls: Its collectives; a newcomer has none until it takes part.
         agreement: What the ranks have agreed on when they met.
@@ -96,6 +98,7 @@ class Job:
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     stores_made: int = 0
     trace: Trace | None = None
+    metrics: Exposition | None = None
     membership: Membership | None = None
     calls: ElasticCalls | None = None
     agreement: Agreement | None = field(default=None, repr=False)
@@ -166,11 +169,13 @@ class Job:
         with contextlib.suppress(PenstockError):  # the engine may have failed already, and then the others know
             self.engine.abort(one_line(self.failed))
 
-    def end_trace(self, why: str) -> None:
-        """No trace goes on after the job."""
+    def end_what_is_seen(self, why: str) -> None:
+        """No trace goes on after the job, and no metrics."""
         if self.trace is not None:
             self.trace.end(why)
         forget_moments(self.engine)
+        if self.metrics is not None:
+            self.metrics.end()
 
     def end(self, by_status: str | None) -> None:
         """The process ends: leave the job, without raising; see `penstock.ending`."""
@@ -209,7 +214,7 @@ class Job:
                     try:
                         self.servers.end()
                     finally:
-                        self.end_trace("the program ends")  # later there is no interpreter
+                        self.end_what_is_seen("the program ends")  # later there is no interpreter
                         self.engine.shutdown_by_status(reason, lending.lent_to(self.engine))
                 else:
                     try:
@@ -221,7 +226,7 @@ class Job:
                     one.explain(self.engine, error)
                 raise
             finally:
-                self.end_trace("the job has ended" if self.failed is None else self.failed)
+                self.end_what_is_seen("the job has ended" if self.failed is None else self.failed)
                 if self.replay is not None:
                     self.replay.close()
                 if by_status is None:

@@ -75,5 +75,5 @@ def serve(**options: Unpack[OptionArguments]) -> Report:
     else:
         running.engine.shutdown()
     finally:
-        running.end_trace("the job has ended")
+        running.end_what_is_seen("the job has ended")
     return Report(running.engine.report())

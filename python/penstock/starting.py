@@ -21,6 +21,8 @@ from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.grouping import AUTO, NONE_ASKED_FOR
 from penstock.log_keeping import LogKeeper, header_of
 from penstock.members import EngineCourse, Membership
+from penstock.metrics.exporting import begin as begin_metrics
+from penstock.metrics.exporting import check_library
 from penstock.running import Job, one_line
 from penstock.version import installed_version
 
@@ -55,6 +57,8 @@ def start(launch: Launch, measure: Callable[[Job], Rates], board: Board | None =
     run = replaying.asked_for()
     if run is not None:
         launch = replaying.as_it_was(launch, run)
+    if launch.options.metrics is not None:
+        check_library()
     if launch.options.join is not None:
         return _start_as_newcomer(launch, run)
     _check_elastic(launch.options)
@@ -100,7 +104,7 @@ def _start_as_newcomer(launch: Launch, run: LoggedRun | None) -> Job:
     if run is not None:
         engine.cut_as(*run.header.slicing)
     _begin_membership(job, run, arriving=True)
-    _begin_trace(job)
+    _begin_what_is_seen(job, agreement)
     return job
 
 
@@ -163,15 +167,22 @@ def _joined(
         if run is not None:
             engine.cut_as(*run.header.slicing)
         _go_on_after_losses(job, door.hosts, run)
-    _begin_trace(job)
+    _begin_what_is_seen(job, agreement)
     return job
 
 
-def _begin_trace(job: Job) -> None:
+def _begin_what_is_seen(job: Job, agreement: Agreement) -> None:
+    """The metrics and the trace that options ask for."""
+    if job.options.metrics is not None:
+        job.metrics = begin_metrics(job.engine, job.options, job.job_id, agreement.hosts)
     if job.options.trace is not None:
         from penstock.tracing.recording import begin
 
-        begin(job, job.options.trace, job.options.traced_steps())
+        try:
+            begin(job, job.options.trace, job.options.traced_steps())
+        except BaseException:
+            job.end_what_is_seen("it could not begin")
+            raise
 
 
 def _choose_groups(job: Job, hosts: tuple[int, ...]) -> None:

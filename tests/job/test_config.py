@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import pathlib
 import typing
 
 import pytest
@@ -53,6 +54,7 @@ SAMPLES = {
     "observations": ("65536", 65536, "-1"),
     "trace": ("a/directory", "a/directory", " "),
     "trace_steps": ("100-109", "100-109", "9-3"),
+    "metrics": ("9400", "127.0.0.1:9400", "9400x"),
 }
 
 
@@ -229,6 +231,37 @@ def test_a_launchers_job_is_told_apart_wherever_it_meets():
             given = {} if variables else {"rank": 0, "world_size": 2}
             point = discover(variables, rendezvous=place, **given).meeting_point
             assert point is not None and point.scope == scope
+
+
+@pytest.mark.parametrize(
+    ("raw", "kept", "address"),
+    [
+        (0, "127.0.0.1:0", ("127.0.0.1", 0)),
+        (" 9400 ", "127.0.0.1:9400", ("127.0.0.1", 9400)),
+        ("node1:09400", "node1:9400", ("node1", 9400)),
+        ("0.0.0.0:0", "0.0.0.0:0", ("0.0.0.0", 0)),
+        ("[::1]:9400", "[::1]:9400", ("::1", 9400)),
+        ("metrics.prom", "metrics.prom", None),
+        (pathlib.Path("/var/lib/penstock.prom"), "/var/lib/penstock.prom", None),
+    ],
+)
+def test_metrics_are_at_a_port_of_the_loopback_interface_unless_it_is_said(raw, kept, address):
+    options = discover({}, metrics=raw).options
+    assert (options.metrics, options.metrics_address()) == (kept, address)
+    assert ps.Options().metrics_address() is None
+
+
+NO_PLACES = (
+    *(True, -1, 65536, 9400.0, b"9400", "", "metrics.txt", pathlib.Path("metrics"), "a\0.prom"),
+    *(":9400", "node1:", "node1:65536", "::1:9400", "a:0:9400", "u:p@node1:9400", "a b:9400"),
+    *("http://node1:9400", "node1:9400/metrics"),
+)
+
+
+@pytest.mark.parametrize("raw", NO_PLACES)
+def test_metrics_at_no_place_are_refused(raw):
+    with pytest.raises(ps.ConfigError, match=r"option metrics: got .* accepted: a port from 0"):
+        discover({}, metrics=raw)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ class Moments:
             passes of the model that had one first.
         counting: The book of the gradients whose steps these are, once there is one.
         asynchronous: Books in which no rank waits for another.
-        at_step: Called when a step is over, with `steps`.
+        at_step: Called when a step is over, with `steps`. A trace's.
+        step_over: The same, of who counts steps and writes no trace: metrics.
         at_backward: Called when a backward of that model begins.
         judge: Of this job, if there is one.
         keeper: For whom moments and the engine's records are kept, a trace or the judge: for one at a time.
@@ -94,6 +95,7 @@ class Moments:
         self.on = False
         self.steps = 0
         self.at_step: Callable[[int], None] | None = None
+        self.step_over: Callable[[], None] | None = None
         self.at_backward: Callable[[], None] | None = None
         self.counting: int | None = None
         self.asynchronous: set[int] = set()
@@ -140,6 +142,8 @@ class Moments:
             self.counting = book
         if book == self.counting:
             self.steps += 1
+            if self.step_over is not None:
+                self.step_over()
             if self.at_step is not None:
                 self.at_step(self.steps)
 
