@@ -90,6 +90,7 @@ SERVER_BY_HAND = By(
 )
 REPLAYS = By("tests/elastic/test_replays.py::test_a_run_that_lost_one_and_took_one_in_is_repeated_to_the_same_bits")
 TRACES = By("tests/tracing/test_traced_jobs.py::test_the_page_s_commands")
+METRICS = By("tests/metrics/test_metered_jobs.py::test_the_page_s_commands")
 UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
@@ -108,6 +109,7 @@ TABLE = {
     "torchrun --nproc-per-node N": By("tests/test_listings.py::test_readme_s_commands_for_several_hosts"),
     "pip install torchvision": Not("changes the environment"),
     "pip install penstock[checkpoint]": Not("changes the environment"),
+    "pip install penstock[metrics]": Not("changes the environment"),
     "pip install mpi4py mpich": Not("changes the environment"),
     "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
     # CONTRIBUTING
@@ -193,6 +195,7 @@ TABLE = {
     ),
     "penstock explain mycode.nets:make_model --workers 4": Run(),
     "PENSTOCK_TRACE=traces penstock run --workers 4 train.py": TRACES,
+    "PENSTOCK_METRICS=9400 penstock run --nproc-per-node 4 train.py": METRICS,
     "penstock trace": NAMED,
     "penstock trace merge": NAMED,
     "penstock trace merge traces -o trace.json.gz": TRACES,

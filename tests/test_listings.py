@@ -147,6 +147,12 @@ def test_who_is_late(size, tmp_path):
     run(size, tmp_path, GIVEN, start, steps, listing, checks, "ps.shutdown()\n")
 
 
+def test_metrics(size, tmp_path):
+    (listing,) = listings("docs/metrics.md", "# Metrics: a training in Prometheus and Grafana")
+    said = run(size, tmp_path, "import penstock as ps\n", listing, "ps.shutdown()\n")
+    assert len(re.findall(r"^http://127\.0\.0\.1:\d+/metrics$", said, re.M)) == size
+
+
 TITLE_OF_LOCAL_UPDATES = "# Local updates: `ps.LocalSGD`, `ps.DiLoCo`, `ps.ElasticAveraging`"
 
 

@@ -173,16 +173,16 @@ def _joined(
 
 def _begin_what_is_seen(job: Job, agreement: Agreement) -> None:
     """The metrics and the trace that options ask for."""
-    if job.options.metrics is not None:
-        job.metrics = begin_metrics(job.engine, job.options, job.job_id, agreement.hosts)
-    if job.options.trace is not None:
-        from penstock.tracing.recording import begin
+    try:
+        if job.options.metrics is not None:
+            job.metrics = begin_metrics(job.engine, job.options, job.job_id, agreement.hosts)
+        if job.options.trace is not None:
+            from penstock.tracing.recording import begin
 
-        try:
             begin(job, job.options.trace, job.options.traced_steps())
-        except BaseException:
-            job.end_what_is_seen("it could not begin")
-            raise
+    except BaseException:
+        job.end_what_is_seen("the job could not begin")
+        raise
 
 
 def _choose_groups(job: Job, hosts: tuple[int, ...]) -> None:

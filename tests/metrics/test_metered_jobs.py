@@ -1,0 +1,317 @@
+"""Metrics of real jobs: what a scrape or a file says beside the report, in training, at its end and after a loss."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+from pathlib import Path
+
+import programs
+import pytest
+import torch
+from job_processes import CONTEXT, PATIENCE_S, run, run_well
+from scraped import DIRECT, LIMIT_S, Scraped, scrape
+from torch import nn
+
+import penstock as ps
+from penstock.job import current
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "examples" / "grafana-dashboard.json"
+STEPS = 6
+OPTIONS = {"line_rate_mbit": 1000.0, "slice_bytes": 4096}
+WINDOW_S = 10
+
+
+def network():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.Linear(100, 3))
+    return ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def make_step(model, optimizer):
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(rank, size):
+    """Where its metrics were, and what it has counted to the end."""
+    model, optimizer = network()
+    for _ in range(STEPS):
+        make_step(model, optimizer)
+    ps.allreduce(torch.ones(1000))
+    engine, place = current().engine, ps.report()["metrics"]
+    ps.shutdown()
+    return place, engine.report()
+
+
+def test_the_file_says_at_the_end_what_the_report_says(tmp_path):
+    metrics = tmp_path / "penstock.prom"
+    ranks = run_well(2, trained, tmp_path, metrics=str(metrics), shared_memory=False, **OPTIONS)
+    found = []
+    for rank, (place, report) in enumerate(ranks):
+        assert place == str(tmp_path / f"penstock-rank-{rank}.prom")
+        found.append(Scraped(Path(place).read_text()))
+        other = str(1 - rank)
+        assert report["call_bytes_sent"] > 0 and report["bytes_sent"] > STEPS * 1000
+        for way in ("sent", "received"):
+            whole = report[f"bytes_{way}"] + report[f"call_bytes_{way}"]
+            assert found[rank].by("peer", f"penstock_{way}_bytes_total") == {other: whole}
+            assert found[rank].value(f"penstock_{way}_frames_total") == report[f"frames_{way}"]
+        for name in ("penstock_queued_frames", "penstock_queued_bytes"):
+            assert found[rank].by("peer", name) == {other: 0}
+        assert found[rank].value("penstock_retransmitted_segments_total") >= 0
+        assert found[rank].value("penstock_tensors_in_flight") == 0
+        assert found[rank].value("penstock_slices_total") == report["slices"] > STEPS
+        assert found[rank].value("penstock_preemptions_total") == report["preemptions"]
+        assert found[rank].value("penstock_stall_seconds_total") == pytest.approx(report["stall_s"])
+        during = found[rank].by("during", "penstock_in_flight_seconds_total")
+        assert during == pytest.approx({name: report[f"busy_{name}_s"] for name in during}) and during["backward"] > 0
+        assert found[rank].value("penstock_owned_bytes") == report["owned_bytes"][rank] > 0
+        assert found[rank].value("penstock_line_bytes_per_second") == report["line_bytes_per_s"]
+        assert found[rank].value("penstock_steps_total", rank=str(rank)) == STEPS
+        assert found[rank].value("penstock_step_seconds_count") == STEPS - 1
+        assert found[rank].value("penstock_step_seconds_sum") > 0
+    assert found[0].sum("penstock_sent_bytes_total") == found[1].sum("penstock_received_bytes_total")
+    assert found[1].sum("penstock_sent_bytes_total") == found[0].sum("penstock_received_bytes_total")
+    assert len({sample.labels["run"] for one in found for sample in one.samples}) == 1
+
+
+def alone(rank, size):
+    make_step(*network())
+    found = scrape(ps.report()["metrics"])
+    return found.value("penstock_steps_total"), found.value("penstock_members"), found.sum("penstock_sent_bytes_total")
+
+
+def test_a_job_of_one_process_has_metrics_too(tmp_path):
+    assert run_well(1, alone, tmp_path, metrics=0) == [(1, 1, 0)]
+
+
+def until_told(rank, size, told, stop):
+    """Trains, and says where its metrics are."""
+    model, optimizer = network()
+    told.put((rank, ps.report()["metrics"]))
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
+        make_step(model, optimizer)
+        ends = torch.tensor([float(stop.is_set() or time.monotonic() > end_s)])
+        ps.allreduce(ends)
+        if ends > 0:
+            return
+
+
+@contextlib.contextmanager
+def training(size, place, **options):
+    """The URLs of ranks that train within."""
+    told, stop = CONTEXT.Queue(), CONTEXT.Event()
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        job = beside.submit(run_well, size, until_told, place, told, stop, **{**OPTIONS, **options})
+        try:
+            urls = dict(told.get(timeout=PATIENCE_S) for _ in range(size))
+            yield [urls[rank] for rank in range(size)]
+        finally:
+            stop.set()
+            job.result(PATIENCE_S)
+
+
+def test_scrapes_follow_a_training_and_its_end_closes_the_ports(tmp_path):
+    with training(2, tmp_path, metrics=0) as urls:
+        for rank, url in enumerate(urls):
+            before = after = scrape(url)
+            end_s = time.monotonic() + LIMIT_S
+            while after.value("penstock_steps_total") < before.value("penstock_steps_total") + 3:
+                assert time.monotonic() < end_s
+                after = scrape(url)
+            for name in ("penstock_sent_bytes_total", "penstock_received_bytes_total", "penstock_slices_total"):
+                assert after.sum(name) > before.sum(name)
+            assert after.value("penstock_members", rank=str(rank)) == 2
+            assert after.value("penstock_queued_frames") >= 0
+            # A step may end while they are read.
+            assert abs(after.value("penstock_step_seconds_count") - after.value("penstock_steps_total") + 1) <= 1
+    for url in urls:
+        with pytest.raises(urllib.error.URLError):
+            scrape(url)
+
+
+def loses_one(rank, size):
+    """The last rank dies; the others' metrics once they have gone on."""
+    model, optimizer = network()
+    for step in range(STEPS):
+        if (rank, step) == (size - 1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        make_step(model, optimizer)
+    ps.synchronize()
+    found = scrape(ps.report()["metrics"])
+    ps.barrier()  # nobody leaves before
+    return found
+
+
+def test_a_lost_member_is_counted_by_those_who_go_on(tmp_path):
+    outcomes = run(3, loses_one, tmp_path, elastic=True, metrics=0, **{**OPTIONS, "peer_timeout_s": 4.0})
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome.error
+        found = outcome.value
+        assert (found.value("penstock_members"), found.value("penstock_lost_members_total")) == (2, 1)
+        assert found.value("penstock_epoch") >= 1 and found.value("penstock_new_members_total") == 0
+        assert found.value("penstock_steps_total") == STEPS
+
+
+def forks(rank, size):
+    """Whether its port is free after it has shut down, with a child that lives."""
+    port = int(re.search(r":(\d+)/", ps.report()["metrics"])[1])
+    (hears, tells), (until, ends) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.write(tells, b".")
+        os.read(until, 1)
+        os._exit(0)
+    os.close(tells)
+    assert os.read(hears, 1) == b"."
+    ps.shutdown()
+    try:
+        with socket.socket() as next_one:
+            next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            next_one.bind(("127.0.0.1", port))
+            next_one.listen()
+    finally:
+        os.close(ends)
+        os.waitpid(child, 0)
+    return True
+
+
+def test_a_forked_loader_keeps_no_port(tmp_path):
+    assert run_well(1, forks, tmp_path, metrics=0) == [True]
+
+
+def meet(rank, size):
+    ps.barrier()
+
+
+def test_a_rank_whose_port_is_taken_says_so_and_the_others_do_not_wait(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcomes = run(2, meet, tmp_path, metrics=port)
+    first, other = (outcome.error for outcome in outcomes)
+    assert isinstance(first, ps.ConfigError) and f"127.0.0.1, port {port}: " in str(first)
+    assert isinstance(other, ps.PenstockError)
+
+
+SERVED = """
+import urllib.request
+import penstock as ps
+ps.init()
+ps.barrier()
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+text = direct.open(ps.report()["metrics"], timeout=20).read().decode()
+assert f'penstock_members{{rank="{ps.rank()}",' in text, text
+print("served")
+"""
+
+
+def test_the_page_s_commands(tmp_path):
+    """Of docs/metrics.md: under `penstock run` each rank has a port, or a file."""
+    program = tmp_path / "train.py"
+    for metrics, text in (("0", SERVED), (str(tmp_path / "penstock.prom"), None)):
+        program.write_text(text or (ROOT / "examples" / "minimal.py").read_text(encoding="utf-8"), encoding="utf-8")
+        started = programs.start(
+            *("-m", "penstock", "run", "--workers", "2", program),
+            env={**os.environ, "PENSTOCK_METRICS": metrics},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        said = started.communicate(timeout=PATIENCE_S)
+        assert started.returncode == 0, said
+        assert text is None or said[0].count("served") == 2
+    files = sorted(tmp_path.glob("*.prom"))
+    assert [file.name for file in files] == ["penstock-rank-0.prom", "penstock-rank-1.prom"]
+    assert all(Scraped(file.read_text()).value("penstock_steps_total") > 0 for file in files)
+
+
+# A real Prometheus
+
+
+@contextlib.contextmanager
+def prometheus(folder, urls):
+    """One that scrapes these; asks it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    targets = [urllib.parse.urlsplit(url).netloc for url in urls]
+    jobs = [{"job_name": "penstock", "static_configs": [{"targets": targets}]}]
+    config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs}
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # which is YAML, too
+    with (folder / "prometheus.log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def query(expression):
+        """The series of an answer."""
+        asked = urllib.parse.urlencode({"query": expression})
+        with DIRECT.open(f"http://{address}/api/v1/query?{asked}", timeout=LIMIT_S) as answer:
+            return json.load(answer)["data"]["result"]
+
+    try:
+        yield query
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(query, expression, series, folder):
+    """Until an answer has so many series."""
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
+        with contextlib.suppress(urllib.error.URLError):  # it is not ready yet
+            found = query(expression)
+            if len(found) == series:
+                return found
+        assert time.monotonic() < end_s, f"{expression}\n{(folder / 'prometheus.log').read_text()}"
+        time.sleep(0.05)
+
+
+def test_a_real_prometheus_scrapes_all_and_answers_the_dashboard(tmp_path):
+    if shutil.which("prometheus") is None:
+        pytest.skip("there is no prometheus: Debian has it as a package of that name")
+    with training(2, tmp_path, metrics=0) as urls, prometheus(tmp_path, urls) as query:
+        # Two scrapes of each.
+        wait_for(query, f"rate(penstock_steps_total[{WINDOW_S}s]) > 0", 2, tmp_path)
+        assert {series["metric"]["rank"] for series in query("up * on (instance) group_left (rank) penstock_info")} == {
+            "0",
+            "1",
+        }
+        assert all(float(series["value"][1]) == 1 for series in query("up"))
+        sent = query("sum by (rank) (penstock_sent_bytes_total)")
+        assert len(sent) == 2 and all(float(series["value"][1]) > 0 for series in sent)
+        dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+        expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+        assert len(expressions) > 10
+        for expression in expressions:
+            for variable, value in (("$__rate_interval", f"{WINDOW_S}s"), ("$run", ".*"), ("$rank", ".*")):
+                expression = expression.replace(variable, value)
+            try:
+                assert query(expression), f"{expression}: no series"
+            except urllib.error.HTTPError as error:
+                pytest.fail(f"{expression}: {error.read().decode()}")
