@@ -242,6 +242,48 @@ def test_the_page_s_commands(tmp_path):
     assert all(Scraped(file.read_text()).value("penstock_steps_total") > 0 for file in files)
 
 
+def test_servers_have_metrics_of_their_own(tmp_path):
+    started = programs.start(
+        *("-m", "penstock", "run", "--workers", "2", "--servers", "1", ROOT / "examples" / "minimal.py"),
+        env={**os.environ, "PENSTOCK_METRICS": str(tmp_path / "penstock.prom")},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    said = started.communicate(timeout=PATIENCE_S)
+    assert started.returncode == 0, said
+    server = Scraped((tmp_path / "penstock-server-0.prom").read_text())
+    assert server.value("penstock_info", rank="server 0", role="server") == 1
+    assert server.value("penstock_owned_bytes") > 0
+    assert set(server.by("peer", "penstock_sent_bytes_total")) >= {"0", "1"}
+    worker = Scraped((tmp_path / "penstock-rank-1.prom").read_text())
+    assert worker.by("peer", "penstock_sent_bytes_total")["server 0"] > 0
+
+
+NEVER_BEGINS = """
+import pathlib, threading
+import penstock as ps
+def serving():
+    return [thread.name for thread in threading.enumerate() if thread.name == "penstock-metrics"]
+pathlib.Path("file").write_text("")
+try:
+    ps.init(rank=0, world_size=1, metrics=0, trace="file/inner")
+except ps.ConfigError as error:
+    print(error)
+assert not serving()
+ps.init(rank=0, world_size=1, metrics=0)
+assert len(serving()) == 1
+ps.shutdown()
+assert not serving()
+"""
+
+
+def test_a_job_that_does_not_begin_leaves_no_server(tmp_path):
+    done = programs.run("-c", NEVER_BEGINS, cwd=tmp_path, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "cannot write to file/inner" in done.stdout
+
+
 # A real Prometheus
 
 

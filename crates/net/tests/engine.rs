@@ -121,6 +121,15 @@ fn known_values_are_averaged_summed_copied_and_absences_count_as_zero() {
             reports.iter().all(|report| report.slices == reports[0].slices && report.pool_bytes == 0),
             "{reports:?}"
         );
+        for (rank, report) in reports.iter().enumerate() {
+            assert_eq!(report.tensors_in_flight, 0);
+            assert_eq!(report.peers.iter().map(|peer| peer.bytes_sent).sum::<u64>(), report.bytes_sent);
+            for peer in &report.peers {
+                assert_eq!((peer.queued_frames, peer.queued_bytes), (0, 0), "{reports:?}");
+                let back = reports[peer.rank as usize].peers.iter().find(|back| back.rank as usize == rank);
+                assert_eq!(back.map_or(0, |back| back.bytes_received), peer.bytes_sent, "{reports:?}");
+            }
+        }
     }
 }
 

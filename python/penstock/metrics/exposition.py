@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import MetricsHandler, write_to_textfile
 
@@ -37,7 +37,7 @@ CLIENT_S = 10.0
 class _Handler(MetricsHandler):
     """The library's, which does not wait for ever for who says nothing."""
 
-    timeout = CLIENT_S
+    timeout: ClassVar[float | None] = CLIENT_S
 
 
 class _HttpServer(ThreadingHTTPServer):
