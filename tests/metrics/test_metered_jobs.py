@@ -93,8 +93,8 @@ def alone(rank, size):
     return found.value("penstock_steps_total"), found.value("penstock_members"), found.sum("penstock_sent_bytes_total")
 
 
-def test_a_job_of_one_process_has_metrics_too(tmp_path):
-    assert run_well(1, alone, tmp_path, metrics=0) == [(1, 1, 0)]
+def test_a_job_of_one_process_has_metrics_but_no_steps_for_nothing_of_it_is_patched(tmp_path):
+    assert run_well(1, alone, tmp_path, metrics=0) == [(0, 1, 0)]
 
 
 def until_told(rank, size, told, stop):

@@ -80,8 +80,8 @@ class MetricsServer:
         shown = f"[{host}]" if ":" in host else host
         self.place = f"http://{shown}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="penstock-metrics", daemon=True)
-        self._thread.start()
         self._has_ended = False
+        self._thread.start()
 
     def end(self) -> None:
         """Serve no more, and let go of the port. Again: does nothing."""
