@@ -129,7 +129,7 @@ class MetricsFile:
 
     def __init__(self, registry: CollectorRegistry, path: Path) -> None:
         self._registry, self.place = registry, str(path)
-        self._fails = False
+        self._fails = self._has_ended = False
         write_to_textfile(self.place, registry)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-metrics", daemon=True)
@@ -137,16 +137,17 @@ class MetricsFile:
 
     def end(self) -> None:
         """Write it for the last time. Again: does nothing."""
-        if self._end.is_set():
+        if self._has_ended:
             return
+        self._has_ended = True
         self._end.set()
         self._thread.join(END_S)
         if not self._thread.is_alive():  # else the disk takes too long already
             self._write()
 
     def abandon(self) -> None:
-        """In a forked child: the file is the parent's."""
-        self._end.set()
+        """In a forked child: the file is the parent's. Its thread may have held a lock of the event."""
+        self._has_ended = True
 
     def _run(self) -> None:
         while not self._end.wait(EVERY_S):
