@@ -1,8 +1,8 @@
 //! What a node lets others see of a slice's journey, in which order.
 
 use super::*;
-use penstock_core::observe::{PayloadBytes, PeerCounts};
 use Point::{Answered, Arrived, FirstByteOut, Landed, Queued, Submitted, Summed};
+use penstock_core::observe::{PayloadBytes, PeerCounts};
 
 impl Bench {
     /// What was observed since the last call.
