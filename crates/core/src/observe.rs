@@ -157,18 +157,26 @@ impl Counters {
     }
 
     /// Where a frame counts for its peer. One that is neither a slice's nor a call's does not: nobody sees it queued.
+    #[inline]
     fn peer(&mut self, seen: &Observation<'_>) -> Option<&mut PeerCounts> {
         let at = seen.peer.filter(|_| seen.layer.is_some() || seen.header.kind.is_call())?.index();
         if at >= self.peers.len() {
-            self.peers.resize(at + 1, PeerCounts::default());
+            self.first_of_peer(at);
         }
-        Some(&mut self.peers[at])
+        self.peers.get_mut(at)
+    }
+
+    /// Out of the way of all later ones.
+    #[cold]
+    fn first_of_peer(&mut self, at: usize) {
+        self.peers.resize(at + 1, PeerCounts::default());
     }
 }
 
 impl Observe for Counters {
-    // So that at each place only what is counted there is left of it.
-    #[inline]
+    // So that at each place only what is counted there is left of it. With a mere hint the compiler finds it too long, and a slice
+    // takes each rank 30 ns more.
+    #[inline(always)]
     fn observe(&mut self, seen: Observation<'_>) {
         let payload_bytes = u64::from(seen.header.payload_bytes);
         self.preemptions += u64::from(seen.overtakes);
