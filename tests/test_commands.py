@@ -211,6 +211,10 @@ TABLE = {
     "python -m benchmarks.traces [--json-lines docs/benchmarks/traces.jsonl]": Run(
         "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED
     ),
+    "python -m benchmarks.metrics": NAMED,
+    "python -m benchmarks.metrics [--json-lines docs/benchmarks/metrics.jsonl]": Run(
+        "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED
+    ),
     "penstock measure": NAMED,
     "penstock measure line-rate": NAMED,
     "penstock measure line-rate --local 4": Run(long=True),

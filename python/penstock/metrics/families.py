@@ -89,9 +89,10 @@ class RankCollector(Collector):
                 return {ALL_PEERS: sum(peer[name] for peer in peers)}
             return {self._label_of(peer["rank"]): peer[name] for peer in peers}
 
+        payload = "Payload of layers, messages and collectives"
         for name, count, text in (
-            ("penstock_sent_bytes", "bytes_sent", "Payload of layers, messages and collectives sent to a peer."),
-            ("penstock_received_bytes", "bytes_received", "The same as it came from a peer."),
+            ("penstock_sent_bytes", "bytes_sent", f"{payload} sent to a peer."),
+            ("penstock_received_bytes", "bytes_received", f"{payload} received from a peer."),
             ("penstock_retransmitted_segments", "retransmitted_segments", "Segments that TCP sent again to a peer."),
         ):
             yield self._counter(name, text, by_peer(count), "peer")
@@ -110,7 +111,7 @@ class RankCollector(Collector):
             ("penstock_slices", "slices", "Slices whose results have come."),
             ("penstock_preemptions", "preemptions", "Frames that were queued ahead of less urgent ones."),
             ("penstock_sent_frames", "frames_sent", "Frames sent."),
-            ("penstock_received_frames", "frames_received", "Frames that came."),
+            ("penstock_received_frames", "frames_received", "Frames received."),
         ):
             yield self._counter(name, text, report[count])
         owned, rank = report["owned_bytes"], self._options.engine_rank
@@ -128,7 +129,8 @@ class RankCollector(Collector):
         epochs = [{*members} for members, *_ in log]
         members = len(self._engine.members()) if options.elastic else options.world_size
         yield self._gauge("penstock_members", "Workers that take part.", members)
-        yield self._gauge("penstock_epoch", "How often members were lost or came.", self._engine.epoch)
+        text = "Of the members: it rises with each loss, and several times for one that comes."
+        yield self._gauge("penstock_epoch", text, self._engine.epoch)
         lost = _changes(epochs, lambda before, after: before - after)
         yield self._counter("penstock_lost_members", "Members that were lost, and the others went on.", lost)
         came = _changes(epochs, lambda before, after: after - before)
