@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -22,6 +23,7 @@ from scraped import DIRECT, LIMIT_S, Scraped, scrape
 from torch import nn
 
 import penstock as ps
+from lab.cluster import Cluster, Unavailable, check, need
 from penstock.job import current
 
 pytestmark = pytest.mark.slow
@@ -282,6 +284,66 @@ def test_a_job_that_does_not_begin_leaves_no_server(tmp_path):
     done = programs.run("-c", NEVER_BEGINS, cwd=tmp_path, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "cannot write to file/inner" in done.stdout
+
+
+LOSSY = """
+import sys
+import torch
+import penstock as ps
+rank, address = int(sys.argv[1]), sys.argv[2]
+meet = {"rank": rank, "world_size": 2, "rendezvous": f"tcp://{address}:23456", "interface": "10.77.0.0/24"}
+ps.init(**meet, secret="the secret of a test", line_rate_mbit=100.0, metrics=sys.argv[3])
+def sent_again_by_kernel():
+    names, values = (line.split()[1:] for line in open("/proc/net/snmp") if line.startswith("Tcp:"))
+    return int(dict(zip(names, values))["RetransSegs"])
+ps.barrier()
+for _ in range(200):
+    before = ps.report()["peers"]
+    ps.allreduce(torch.ones(200_000))
+    again = torch.tensor([sum(peer["retransmitted_segments"] for peer in before)])
+    ps.allreduce(again, op="sum")
+    if again > 0:
+        break
+ps.shutdown()
+print(sent_again_by_kernel())
+"""
+
+
+@pytest.fixture
+def lossy_hosts():
+    """Two, whose links drop what does not fit into a queue of a few frames."""
+    try:
+        check()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with Cluster(2, 100.0) as cluster:
+        for host in cluster.hosts:
+            bucket = ["tbf", "rate", "100mbit", "burst", "4kb", "limit", "8kb"]
+            tc = [need("tc", "install iproute2"), "-n", host.namespace, "qdisc", "replace", "dev", host.interface]
+            subprocess.run([*tc, "root", *bucket], check=True)
+        yield cluster.hosts
+
+
+def test_what_tcp_sends_again_is_what_the_kernel_counts(tmp_path, lossy_hosts):
+    metrics = str(tmp_path / "penstock.prom")
+    started = [
+        host.start(
+            [sys.executable, "-c", LOSSY, str(host.index), lossy_hosts[0].address, metrics],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in lossy_hosts
+    ]
+    sent_again = 0
+    for rank, process in enumerate(started):
+        said, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, errors
+        found = Scraped((tmp_path / f"penstock-rank-{rank}.prom").read_text())
+        of_rank = found.value("penstock_retransmitted_segments_total", peer=str(1 - rank))
+        assert of_rank <= int(said)  # which counts those of the meeting, too
+        sent_again += of_rank
+    assert sent_again > 0
 
 
 # A real Prometheus
