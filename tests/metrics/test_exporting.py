@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import socket
 import sys
 import urllib.error
@@ -79,6 +78,7 @@ def test_a_scrape_finds_the_counts_as_they_are_then_and_none_after_the_end(begin
     assert second.value("penstock_step_seconds_count", run="0123abcd", rank="0") == 1
     shown.end()
     shown.end()  # does nothing
+    assert shown._server.socket.fileno() == -1
     with pytest.raises(urllib.error.URLError):
         scrape(shown.place)
 
@@ -210,29 +210,6 @@ def test_without_the_library_nobody_is_met(monkeypatch, tmp_path):
     with pytest.raises(ps.ConfigError, match=r"prometheus-client, which is missing; install penstock\[metrics\]"):
         ps.init(metrics=0, **meet)
     assert not (tmp_path / "nobody").exists()
-
-
-def test_a_forked_child_keeps_no_port(begin):
-    shown = begin(0)
-    port = shown._server.server_port
-    (hears, tells), (until, ends) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ends)
-        shown.abandon()
-        os.write(tells, b".")
-        os.read(until, 1)  # until the parent has seen what it wants, or is gone
-        os._exit(0)
-    try:
-        os.close(tells)
-        assert os.read(hears, 1) == b"."
-        shown.end()
-        assert begin(port).place == shown.place
-    finally:
-        os.close(ends)
-        assert os.waitpid(child, 0)[1] == 0
-        os.close(hears)
-        os.close(until)
 
 
 def test_what_is_private_here_is_what_the_page_says():

@@ -169,32 +169,32 @@ def test_a_lost_member_is_counted_by_those_who_go_on(tmp_path):
         assert found.value("penstock_steps_total") == STEPS
 
 
-def forks(rank, size):
-    """Whether its port is free after it has shut down, with a child that lives."""
-    port = int(re.search(r":(\d+)/", ps.report()["metrics"])[1])
-    (hears, tells), (until, ends) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ends)
-        os.write(tells, b".")
-        os.read(until, 1)
-        os._exit(0)
-    os.close(tells)
-    assert os.read(hears, 1) == b"."
-    ps.shutdown()
-    try:
+FORKS = """
+import os, signal, sys
+import penstock as ps
+ps.init(rank=0, world_size=1, metrics=0)
+url = ps.report()["metrics"]
+if os.fork() == 0:
+    print(url, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+signal.pause()
+"""
+
+
+def test_a_forked_child_keeps_no_port(tmp_path):
+    """The parent is killed: had it shut down, the port would be free whatever the child has."""
+    parent = programs.start_afresh("-c", FORKS, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with parent:
+        port = int(re.search(r":(\d+)/", parent.stdout.readline())[1])
+        parent.kill()
+        parent.wait(PATIENCE_S)
         with socket.socket() as next_one:
             next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             next_one.bind(("127.0.0.1", port))
             next_one.listen()
-    finally:
-        os.close(ends)
-        os.waitpid(child, 0)
-    return True
-
-
-def test_a_forked_loader_keeps_no_port(tmp_path):
-    assert run_well(1, forks, tmp_path, metrics=0) == [True]
+        parent.stdin.close()
+        assert not parent.stdout.read()  # the child has lived until now, and ends
 
 
 def meet(rank, size):
