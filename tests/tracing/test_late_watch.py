@@ -320,7 +320,7 @@ def test_a_model_that_is_distributed_no_more_is_looked_at_no_more():
 
 
 def members(*present):
-    return SimpleNamespace(members=present)
+    return SimpleNamespace(members=present, unlogged=set())
 
 
 def test_where_members_change_meanwhile_nobody_is_judged_by_half():
