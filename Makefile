@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/dev.lock
 
+# Environments of tools that the project itself does without, each by the lock of its name: for `make docs`, `make wheel`.
+TOOLS := .tools
+
 LONG := test-long test-failures test-churn test-delays explore fuzz
 
 ENVIRONMENT := $(VENV)/.requirements-installed
@@ -18,7 +21,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo check test test-rust test-python test-gpu long test-long test-failures test-churn test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers lint format lock clean
+.PHONY: help venv build demo check test test-rust test-python test-gpu long test-long test-failures test-churn test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers wheel docs lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +42,13 @@ build: $(NATIVE) ## Build the native module (release) into .venv
 $(NATIVE): $(ENVIRONMENT) $(NATIVE_SOURCES)
 	@command -v cargo >/dev/null || { echo "Penstock needs Rust: no cargo on the path"; exit 1; }
 	PIP_QUIET=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --locked --quiet
+	@touch $@
+
+# Remade when the lock changes, as .venv is.
+$(TOOLS)/%/.installed: requirements/%.lock
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
+	$(@D)/bin/python -m pip check
 	@touch $@
 
 demo: build ## Train a CNN on handwritten digits with 4 workers on this machine
@@ -118,6 +128,15 @@ bench-gpu: build ## Steps of ResNet-50 and a GPT on this machine's accelerator, 
 lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet, MPICH (3 GB, 10 minutes)
 	$(BIN)/python -m lab.peers install $(ARGS)
 
+# Those whose standard library this Rust does not have are left out: `rustup target add TARGET`.
+WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+wheel: $(TOOLS)/wheel/.installed ## Build the sdist and manylinux_2_28 wheels into dist/; WHEEL_TARGETS says for which processors
+	.ci/wheels $(TOOLS)/wheel/bin $(WHEEL_TARGETS)
+
+# The theme would warn each time of a mkdocs 2, which the lock does not have.
+docs: $(TOOLS)/docs/.installed ## Build the documentation site into build/site/
+	NO_MKDOCS_2_WARNING=1 $(TOOLS)/docs/bin/mkdocs build --strict
+
 lint: build ## Check formats, lints, types and the architecture
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
@@ -132,10 +151,13 @@ format: $(ENVIRONMENT) ## Format the sources
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-lock: $(ENVIRONMENT) ## Resolve requirements/dev.in anew into dev.lock (needs uv)
-	uv pip compile --universal --python-version 3.10 --no-header --no-annotate requirements/dev.in -o $(LOCK)
+LOCKS ?= dev docs wheel
+lock: $(ENVIRONMENT) ## Resolve requirements/*.in anew into *.lock (needs uv); LOCKS=docs for one of them
+	for name in $(LOCKS); do \
+		uv pip compile --universal --python-version 3.10 --no-header --no-annotate requirements/$$name.in -o requirements/$$name.lock || exit; \
+	done
 
-clean: ## Remove builds and caches (the virtual environment stays: rm -r .venv)
+clean: ## Remove builds and caches (environments stay: rm -r .venv .tools)
 	rm -rf target dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis $(NATIVE)
 	find python tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f python/penstock/_native*.so
