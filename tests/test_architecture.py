@@ -746,8 +746,11 @@ def test_every_folder_of_code_has_a_row():
     assert not missing, missing
 
 
-def test_requirements_are_pinned_and_name_no_index():
-    for line in (ROOT / "requirements" / "dev.lock").read_text(encoding="utf-8").splitlines():
+@pytest.mark.parametrize("listed", sorted((ROOT / "requirements").glob("*.in")), ids=lambda path: path.stem)
+def test_requirements_are_pinned_and_name_no_index(listed):
+    lock = listed.with_suffix(".lock")
+    assert lock.exists(), f"run `make lock LOCKS={listed.stem}`"
+    for line in lock.read_text(encoding="utf-8").splitlines():
         requirement = line.split(";")[0].strip()
         assert re.fullmatch(r"[A-Za-z0-9._-]+(\[[\w,-]+\])?==[\w.!+-]+", requirement), line
 

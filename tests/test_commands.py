@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600
-PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/*.md", "docs/benchmarks/**/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/*.md", "docs/api/*.md", "docs/benchmarks/**/*.md")
 MODULES = ("python/penstock/**/*.py", "examples/*.py", "benchmarks/*.py", "lab/**/*.py")
 COPIED = ("README.md", "pyproject.toml", "benchmarks", "docs", "examples", "lab", "tests")
 
@@ -92,6 +92,7 @@ REPLAYS = By("tests/elastic/test_replays.py::test_a_run_that_lost_one_and_took_o
 TRACES = By("tests/tracing/test_traced_jobs.py::test_the_page_s_commands")
 METRICS = By("tests/metrics/test_metered_jobs.py::test_the_page_s_commands")
 UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
+WHEEL = By("tests/packages/test_wheel.py::test_a_new_user_needs_the_wheel_alone")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
 
@@ -107,7 +108,12 @@ TABLE = {
     "torchrun --nproc-per-node 4 train.py": Run(put=ALONE, long=True),
     "python train.py": By("tests/test_listings.py::test_readme_s_integration"),
     "torchrun --nproc-per-node N": By("tests/test_listings.py::test_readme_s_commands_for_several_hosts"),
+    "pip install penstock": WHEEL,
+    "pip install dist/penstock-*.whl": WHEEL,
+    'pip install "penstock[demo]"': WHEEL,
+    "pip install .": By("tests/packages/test_wheel.py::test_the_sdist_is_what_git_has_and_builds"),
     "pip install torchvision": Not("changes the environment"),
+    "pip install mpich": Not("changes the environment"),
     "pip install penstock[checkpoint]": Not("changes the environment"),
     "pip install penstock[metrics]": Not("changes the environment"),
     "pip install mpi4py mpich": Not("changes the environment"),
@@ -115,6 +121,7 @@ TABLE = {
     # CONTRIBUTING
     "python -m pytest FILE": Run(put={"FILE": "tests/measure/test_links.py"}),
     ".ci/run": Not("runs all tests, of which this is one"),
+    "cargo update --workspace": Not("changes Cargo.lock, when the version has changed"),
     # penstock
     "python -m penstock": NAMED,
     "penstock demo": Run(long=True),

@@ -60,3 +60,18 @@ def test_a_benchmark_page_is_read_at_one_sitting(page):
 def test_every_picture_is_shown_by_a_page():
     shown = {(page.parent / link).resolve() for page in PAGES for link in PICTURE.findall(text(page))}
     assert set(DOCS.rglob("*.png")) == shown
+
+
+def test_readme_s_first_screen_says_what_for_whom_and_how_to_begin():
+    """As much as a window shows: a picture, who it is for, how to install it, a program without a change, two lines."""
+    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:26])
+    parts = (
+        r"!\[[^\]]+\]\(docs/",
+        r"It is for you\b",
+        r"^pip install penstock\b",
+        r"^penstock run .*train_ddp\.py",
+        r"^ps\.init\(\)",
+    )
+    places = [re.search(part, screen, re.MULTILINE) for part in parts]
+    assert all(places), places
+    assert [place.start() for place in places] == sorted(place.start() for place in places)
