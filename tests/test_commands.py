@@ -186,6 +186,7 @@ TABLE = {
     "penstock explain MODEL --workers 8 --batch 32": Run(put=MODEL),
     "penstock explain MODEL --collective-schemes": Run(put=MODEL),
     "penstock explain MODEL --policy paper": Run(put=MODEL),
+    "penstock explain vgg19": Run(put=NO_TORCHVISION),
     "penstock explain lab:vgg19": Run(),
     "penstock explain lab:vgg19 --workers 8": Run(),
     "penstock explain lab:vgg19 --workers 8 --servers 2": Run(),
