@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -39,11 +40,17 @@ built = pytest.mark.long  # by all that is built and installed here
 
 
 def run(*command, limit_s=LIMIT_S, **options):
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=limit_s, check=False, **options
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
+    """What it has printed, and then what it has written to standard error."""
+    words = [str(word) for word in command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(words, **pipes, **options) as process:
+        try:
+            out, errors = process.communicate(timeout=limit_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            raise
+    assert process.returncode == 0, f"{words}\n{out}{errors}"
+    return out + errors
 
 
 @pytest.fixture(scope="module")
