@@ -162,6 +162,10 @@ class CleanMachine:
     def run(self, command, *arguments):
         return run(self.bin / command, *arguments, env=self.environ, cwd=self.home)
 
+    def install(self, wheel):
+        """What it asks for must be there: no index is asked."""
+        self.run("python", "-m", "pip", "install", "--no-index", "--disable-pip-version-check", wheel)
+
 
 DDP = """
 import torch
@@ -189,7 +193,7 @@ def test_a_new_user_needs_the_wheel_alone(wheel, tmp_path):
     machine.let_see(needed(asked, []))
     began = time.monotonic()
 
-    machine.run("python", "-m", "pip", "install", "--no-index", "--disable-pip-version-check", wheel)
+    machine.install(wheel)
     assert f"penstock {VERSION}" in " ".join(machine.run("penstock", "info").split())
     shutil.copy(ROOT / "examples" / "minimal.py", machine.home / "train.py")
     assert "on 1 worker(s)" in machine.run("python", "train.py")
@@ -203,11 +207,42 @@ def test_a_new_user_needs_the_wheel_alone(wheel, tmp_path):
     assert len(sums) == 2 and len(set(sums)) == 1
 
     machine.let_see(needed(asked, ["demo"]))
-    machine.run("python", "-m", "pip", "install", "--no-index", "--disable-pip-version-check", f"{wheel}[demo]")
+    machine.install(f"{wheel}[demo]")
     machine.run("penstock", "demo", "--workers", "2", "--epochs", "1")
     took_s = time.monotonic() - began
     print(f"installed, and all of it run, in {took_s:.0f} s")
     assert took_s < 180.0  # a third of it where nothing else runs; torch's download comes on top
+
+
+TYPED = """
+import penstock as ps
+
+ps.init(lanes=2)
+reveal_type(ps.rank())
+ps.init(lane=2)
+"""
+
+
+@built
+def test_a_type_checker_knows_the_installed_package(wheel, tmp_path):
+    machine = CleanMachine(tmp_path)
+    machine.let_see(needed(requirements(wheel), []))
+    machine.install(wheel)
+    (machine.home / "typed.py").write_text(TYPED, encoding="utf-8")
+    checker = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        machine.bin / "python",
+        "--follow-imports",
+        "silent",
+    ]
+    with pytest.raises(AssertionError) as found:
+        run(*checker, "typed.py", cwd=machine.home)
+    said = str(found.value)
+    assert re.search(r'typed.py:5: note: Revealed type is "(builtins\.)?int"', said)
+    assert 'typed.py:6: error: Unexpected keyword argument "lane"' in said and "Found 1 error" in said
 
 
 @built
