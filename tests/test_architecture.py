@@ -333,6 +333,15 @@ def test_the_command_line_helps_without_a_framework():
     assert done.returncode == 0, done.stderr
 
 
+def test_training_does_without_numpy():
+    """Torch does not bring it along, and a tensor's own ``numpy()`` fails without it."""
+    names = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in python_modules()}
+    asking = {
+        name for name, source in names.items() if re.search(r"\.numpy\(|^(import|from) numpy", source, re.MULTILINE)
+    }
+    assert {name for name in asking if not name.startswith("demo/")} == set()
+
+
 def test_torch_is_imported_at_the_top_only_where_it_is_the_subject():
     for path in python_modules():
         name = path.relative_to(PACKAGE).as_posix()

@@ -12,6 +12,7 @@ differ in it use the store.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,6 +148,7 @@ def numerics(device: torch.device | None = None) -> str:
             for rows, outputs, inputs in _PROBE_SHAPES:
                 upstream = torch.randn(rows, outputs, generator=generator, dtype=dtype, device="cpu").to(device)
                 given = torch.randn(rows, inputs, generator=generator, dtype=dtype, device="cpu").to(device)
-                digest.update(torch.mm(upstream.t(), given).cpu().numpy().tobytes())
+                product = torch.mm(upstream.t(), given).cpu().contiguous()
+                digest.update(ctypes.string_at(product.data_ptr(), product.nbytes))  # NumPy may be missing
     where = torch.backends.cpu.get_cpu_capability() if device is None else accelerator.described(device)
     return f"torch {torch.__version__}, {where}, mkl {torch.backends.mkl.is_available()}, {digest.hexdigest()[:16]}"
