@@ -160,10 +160,17 @@ TABLE = {
         ranks=2,
     ),
     "torch.agreement.hyperparameters.hyperparameters": Run(f"{START}weight = nn.Parameter(torch.zeros(3))\n"),
-    "torch.checkpoints.Checkpoints": Run(
-        f"{DISTRIBUTED}batches = [loader[step % 8] for step in range(steps)]\n"
-        "loss_of = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])\n",
-        f'assert checkpoints.finish() == "checkpoints/model-0000000100.safetensors"\n{ALIKE}',
+    "torch.checkpoints.checkpoint": Run(
+        f"{DISTRIBUTED}ps.resume('checkpoints', model, optimizer)\n",
+        "names = [ps.checkpoint('checkpoints', every=50, keep=3) for _ in range(49)]\n"
+        "assert [bool(name) for name in names] == [False] * 48 + [True]",
+        ranks=2,
+    ),
+    "torch.checkpoints.resume": Run(
+        f"{START}batches = [loader[step % 8] for step in range(steps)]\n"
+        "loss_of = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])\n"
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=50)\n",
+        f"assert ps.resume('checkpoints', model, optimizer, scheduler=scheduler) == steps\n{ALIKE}",
         ranks=2,
     ),
     "torch.clipping.GradScaler": Run(DISTRIBUTED + LOSS, ALIKE, ranks=2),

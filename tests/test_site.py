@@ -118,7 +118,7 @@ def test_a_docstring_becomes_a_page_s(docstrings):
     text = "Text of `init`, `step`, ``init`` and `penstock.Options`, see docs/elastic.md::\n\nExample:\n    >>> init()"
     assert docstrings.as_markdown(text, names) == (
         "Text of [`init`][penstock.init], `step`, ``init`` and [`penstock.Options`][penstock.Options], "
-        "see [docs/elastic.md](../elastic.html):\n\nExamples:\n    >>> init()"
+        "see [docs/elastic.md](../elastic.md):\n\nExamples:\n    >>> init()"
     )
     once = docstrings.as_markdown(text, names)
     assert docstrings.as_markdown(once, names).count("][penstock.init]") == once.count("][penstock.init]")

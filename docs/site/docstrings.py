@@ -34,8 +34,8 @@ def as_markdown(text: str, names: frozenset[str]) -> str:
     """
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
-    # To the page that mkdocs makes, since it does not look into what comes of docstrings; API pages are in a folder.
-    text = re.sub(r"(?<![`/\w])docs/([\w/-]+)\.md", r"[docs/\1.md](../\1.html)", text)
+    # From a page of the API, which are all in one folder.
+    text = re.sub(r"(?<![`/\w])docs/([\w/-]+)\.md", r"[docs/\1.md](../\1.md)", text)
 
     def linked(match: re.Match[str]) -> str:
         name = match[2]
