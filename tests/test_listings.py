@@ -3,6 +3,7 @@
 One and two ranks run them. Each is preceded by what it takes for granted, such as a model, and followed by checks.
 """
 
+import ast
 import os
 import re
 import socket
@@ -465,3 +466,119 @@ assert -0.1 * ps.world_size() - 1e-6 <= weight[0] <= -0.1 + 1e-6
 assert kv.state_dict()["updates"] == {"w": ps.world_size()}
 """
     run(size, tmp_path, before, *listings("docs/kvstore.md", "## Asynchronous stores"), after)
+
+
+def test_a_model_on_an_accelerator(size, tmp_path):
+    """On the processor in its place; tests/device has models on a device."""
+    given = "import os\nimport penstock as ps\nos.environ.setdefault('LOCAL_RANK', '0')\nNet = lambda: model\n"
+    given += "y = dataset.tensors[1]\n"
+    (listing,) = listings("docs/accelerators.md", "# Models and tensors on accelerators")
+    listing = listing.replace('"cuda", int(os.environ.get("LOCAL_RANK", "0"))', '"cpu"')
+    assert "cuda" not in listing
+    run(size, tmp_path, GIVEN, given, listing, STEP, "ps.synchronize()", SAME_EVERYWHERE)
+
+
+def test_lossy_schemes(tmp_path):
+    """The page distributes a model in two ways: a program does it in one of them."""
+    start = (
+        "import penstock as ps\nps.init()\nmodel = nn.Sequential()\nmodel.classifier = nn.Sequential(nn.Linear(6, 4))\n"
+    )
+    start += "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)\n"
+    start += "before = [param.detach().clone() for param in model.parameters()]\ny = dataset.tensors[1]\n"
+    choice, saving = listings("docs/lossy.md", "# The lossy schemes")
+    one_bit, dgc = choice.split("\n\n")
+    saved = "state = torch.load(f'checkpoint-{ps.rank()}.pt')['optimizer']\n"
+    kept = "assert state['penstock']\n"
+    for number, ways in enumerate((one_bit, dgc)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run(2, folder, GIVEN, start, ways, STEP, "ps.synchronize()", saving, saved, kept, SAME_EVERYWHERE)
+
+
+def test_a_store_that_does_not_wait_for_everybody(tmp_path):
+    start = "import torch\nimport penstock as ps\nps.init()\n"
+    (listing,) = listings("docs/kvstore.md", "## Rounds that do not wait for everybody")
+    used = """
+value = torch.zeros(3)
+kv.init("w", value)
+kv.push("w", torch.ones(3)).wait()
+kv.pull("w", value).wait()
+assert value.tolist() == [1.0] * 3 and set(kv.dropped()) <= {0, 1, 2, 3}
+ps.barrier()
+"""
+    run(4, tmp_path, start, listing, used)
+
+
+def test_training_goes_on_after_a_loss(tmp_path):
+    """Of one rank that hears of a loss; tests/torch/test_again.py has jobs that lose one."""
+    given = f"""
+import penstock as ps
+
+y, new_rank, new_size, path = dataset.tensors[1], 0, 1, "checkpoint.pt"
+ps.init()
+ps.distribute(model, optimizer)
+
+
+def train(model, optimizer):
+    {STEP}
+    error = ps.PeerLost("gone", rank=1, step=3)
+    error.whole_step = 2
+    raise error
+
+
+"""
+    (listing,) = listings("docs/errors.md", "## After a loss")
+    listing = listing.replace("/another/private/directory", str(tmp_path / "another"))
+    (tmp_path / "another").mkdir(mode=0o700)
+    checks = f"{STEP}\nassert torch.load(path)['step'] == 3\n"
+    run(1, tmp_path, GIVEN, given, listing, checks, SAME_EVERYWHERE)
+
+
+RUN_ELSEWHERE = {
+    ("docs/collectives.md", "### MPI inside"): "collectives/test_inside.py",
+}
+"""Sections whose listings take what is not here; a test there does the same without it."""
+
+
+def sections_run():
+    """Pages with titles of theirs, each named by one test of this file."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    named = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+    }
+    for test in tree.body:
+        if isinstance(test, ast.FunctionDef):
+            words = {node.value for node in ast.walk(test) if isinstance(node, ast.Constant)}
+            words |= {named.get(node.id) for node in ast.walk(test) if isinstance(node, ast.Name)}
+            words = {word for word in words if isinstance(word, str)}
+            yield from ((page, word) for page in words if page.endswith(".md") for word in words)
+
+
+def listings_with_their_titles(text):
+    """The titles that each listing of Python stands under."""
+    titles, within = [], False
+    for line in text.splitlines():
+        title = re.match(r"(#+) ", line)
+        if line.startswith("```"):
+            if not within and line == "```python":
+                yield list(titles)
+            within = not within
+        elif title and not within:
+            titles = [one for one in titles if len(one.split()[0]) < len(title[1])] + [line]
+
+
+def test_titles_of_a_listing_are_found():
+    text = "# A\n## B\n```sh\n# no title\n```\n```python\n# none\n```\n## C\n### D\n```python\n```\n"
+    assert list(listings_with_their_titles(text)) == [["# A", "## B"], ["# A", "## C", "### D"]]
+
+
+def test_every_listing_of_a_page_is_run():
+    known = {*sections_run(), *RUN_ELSEWHERE}
+    assert all((ROOT / "tests" / there).exists() for there in RUN_ELSEWHERE.values())
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        page = path.relative_to(ROOT).as_posix()
+        for titles in listings_with_their_titles(path.read_text(encoding="utf-8")):
+            assert any({(page, title), (page, title.lstrip("# "))} & known for title in titles), (page, titles)
