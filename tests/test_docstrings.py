@@ -145,7 +145,9 @@ TABLE = {
     "lossy.OneBit": Run(after=TRAINS + SAME, ranks=2),
     "lossy.DGC": Run(after=TRAINS + SAME, ranks=2),
     "measure.quick.quick_rates": Run(ranks=2, measured=True),
-    "measure.sustained.sustained_rate": Run(f"{START}group = ps.new_group([0, 1])\n", ranks=2, measured=True),
+    "measure.sustained.sustained_rate": Run(
+        f"{START}group = ps.new_group([0, 1])\n", ranks=2, measured=True, long=True
+    ),
     "server.serve": By(
         "tests/servers/test_dedicated.py::test_servers_that_are_started_by_hand_serve_workers_that_something_else_starts"
     ),

@@ -4,8 +4,10 @@ import importlib.util
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -130,6 +132,48 @@ def test_pages_that_docstrings_name_exist():
             assert (ROOT / page).exists(), f"{path}: {page}"
 
 
+class Page(HTMLParser):
+    """What it leads to or loads, and the anchors that it has."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = [], {""}
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.anchors.add(value)
+            elif name in ("href", "src") and value:
+                self.links.append((tag, value))
+
+
+def links_that_fail(site):
+    """Those that lead nowhere, and what a page would load from elsewhere."""
+    pages = {
+        path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"
+    }  # which knows the site's address
+    for path, page in pages.items():
+        for tag, link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                if tag != "a":
+                    yield path, link
+                continue
+            there = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            there = there / "index.html" if there.is_dir() else there
+            if not there.exists() or (there in pages and unquote(parts.fragment) not in pages[there].anchors):
+                yield path, link
+
+
+def test_links_that_fail_are_found(tmp_path):
+    inside = '<a href="b.html#x"></a><a href="b.html#y"></a><a href="c.html"></a><a href="https://example.com/a"></a>'
+    (tmp_path / "a.html").write_text(f'{inside}<script src="https://example.com/b.js"></script>', encoding="utf-8")
+    (tmp_path / "b.html").write_text('<h1 id="x"><a href="#x"></a></h1>', encoding="utf-8")
+    found = [link for _, link in links_that_fail(tmp_path)]
+    assert found == ["b.html#y", "c.html", "https://example.com/b.js"]
+
+
 @pytest.mark.long
 def test_the_site_is_built_without_a_warning_and_has_every_name(docstrings):
     """It installs the site's requirements, once."""
@@ -144,4 +188,5 @@ def test_the_site_is_built_without_a_warning_and_has_every_name(docstrings):
     assert 'href="running.html#programs-written-for-ddp"' in home
     examples_of_distribute = api.partition('id="penstock.distribute"')[2].partition("<h2")[0]
     assert "&gt;&gt;&gt;" in examples_of_distribute and "<blockquote>" not in api  # `>>>` is Markdown's quotation, too
-    assert not list(site.rglob("*.py"))
+    assert not [path for path in site.rglob("*") if path.suffix in (".py", ".pyc")]
+    assert not list(links_that_fail(site))
