@@ -153,6 +153,7 @@ def _run(hub, function, size, shared):
             groups_reason="none asked for",
             hosts=(),
             membership=None,
+            metrics=None,
         )
         try:
             with for_penstock(rank if other_default else 0):
