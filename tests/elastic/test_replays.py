@@ -128,6 +128,7 @@ def replayed(directory, *arguments):
     return status, said(out), verdicts[-1], err
 
 
+@pytest.mark.long
 def test_a_run_that_lost_one_and_took_one_in_is_repeated_to_the_same_bits(tmp_path):
     seed = 1
     first = original(tmp_path, seed, "--min", "2", "--max", "4", comes=True)

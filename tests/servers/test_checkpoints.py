@@ -619,7 +619,7 @@ def sampled(rank, size, place, steps):
     return first, seen
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_samples_that_were_read_ahead_are_not_lost(tmp_path, size):
     for name in ("job", "again"):
         (tmp_path / name).mkdir()

@@ -75,6 +75,7 @@ def test_of_ranks_that_are_alike_none_is_named(tmp_path):
         assert "nobody waits for one rank" in one["rendered"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -165,7 +166,7 @@ def test_whoever_has_the_slow_link_is_named_every_time(tmp_path):
         check_has_slow_link(tmp_path / str(number), number % 3, 1 + number)
 
 
-@pytest.mark.parametrize("cause", ["compute", "input"])
+@pytest.mark.parametrize("cause", ["compute", pytest.param("input", marks=pytest.mark.long)])
 def test_over_links_that_are_alike_the_program_is_blamed(cause, tmp_path):
     emulated()
     found, logged = over_links(tmp_path, [200] * 3, 20, slow=1, cause=cause)
