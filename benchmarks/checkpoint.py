@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 import penstock as ps
+from benchmarks.blocks import WAYS, in_turn
 from benchmarks.cases import measured
 from benchmarks.workers import LIMIT_S, run_workers
 from lab.cluster import Cluster
@@ -35,7 +35,6 @@ from lab.emulate import build, data
 from lab.networks import NETWORKS
 from lab.records import result_arguments, shown, spread
 
-WAYS = ("with", "without")
 WARM_STEPS = 3
 SHARE_TARGET = 0.01
 NEVER = 1 << 40
@@ -68,11 +67,9 @@ def work(kind: Any, rank: int, size: int, directory: str, compute_s: float, ever
         step()
         ps.checkpoint(place)  # memory for a share is there from the first one on
     until_on_disk()
-    chance = random.Random(seed)
-    order = [way for _ in range(blocks) for way in chance.sample(WAYS, len(WAYS))]
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     after: list[float] = []
-    for way in order:
+    for way in in_turn(blocks, seed):
         ps.synchronize()
         ps.barrier()
         began_s = time.perf_counter()

@@ -9,28 +9,23 @@ what a look takes of all steps of a block, and the target is for that as a share
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
-import random
 import statistics
 import sys
 import time
 from typing import Any
 
 import torch
-from torch import nn
 
 import penstock as ps
-from benchmarks.traces import CASES
+from benchmarks.blocks import WAYS, differences, in_turn, main, trainer
 from benchmarks.workers import run_workers
-from lab.records import publish, result_arguments, spread, wait_for_quiet
+from lab.records import spread
 from penstock.job import current
 from penstock.tracing.late_rows import ROUNDS
 from penstock.tracing.late_watch import EVERY_S, HEARD_AFTER, LateWatch
 from penstock.tracing.moments import moments_of
 
-WORKERS = (2,)
 WARM_STEPS = 5
 BLOCK_STEPS = 1 + ROUNDS + HEARD_AFTER + 1
 SHARE_TARGET = 0.001
@@ -40,24 +35,13 @@ def work(case: str, rank: int, size: int, directory: str, pairs: int, seed: int)
     """One rank: prints one JSON object."""
     torch.set_num_threads(1)
     ps.init(rank=rank, world_size=size, rendezvous=f"file://{directory}/meet")
-    model, x, y = CASES[case]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    model, optimizer = ps.distribute(model, optimizer)
+    train = trainer(case)
     watch = moments_of(current().engine).judge
     assert isinstance(watch, LateWatch)
 
-    def train(count: int) -> None:
-        for _ in range(count):
-            out = model(x)
-            (out.sum() if y is None else nn.functional.cross_entropy(out, y)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ps.synchronize()
-
-    chance = random.Random(seed)
-    found: dict[str, list[float]] = {"with": [], "without": []}
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
     looked = 0
-    for way in itertools.chain.from_iterable(chance.sample(("with", "without"), 2) for _ in range(pairs)):
+    for way in in_turn(pairs, seed):
         watch._begins = sys.maxsize
         train(WARM_STEPS)
         if way == "with":
@@ -75,7 +59,7 @@ def measure(case: str, size: int, pairs: int, seed: int) -> dict[str, Any]:
     """All ranks of one job."""
     found = run_workers(__spec__.name, case, size, pairs, seed)[0]
     assert found["looked"] == pairs, "a look has found nothing"
-    extra = [one - other for one, other in zip(found["with"], found["without"], strict=True)]
+    extra = differences(found)
     share = statistics.median(extra) / (1e3 * EVERY_S)
     return {
         "model": case,
@@ -89,37 +73,5 @@ def measure(case: str, size: int, pairs: int, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """0 if the target is met everywhere."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30, help="of blocks, with and without a look")
-    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS)
-    parser.add_argument("--models", nargs="*", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--seed", type=int, default=1)
-    result_arguments(parser)
-    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        case, rank, size, directory, pairs, seed = arguments.worker
-        work(case, int(rank), int(size), directory, int(pairs), int(seed))
-        return 0
-    busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
-    met = True
-    for case, size in itertools.product(arguments.models, arguments.workers):
-        record = {**busy, **measure(case, size, arguments.pairs, arguments.seed)}
-        met = met and record["met"]
-        publish(
-            record,
-            benchmark="lateness",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("model", "workers"),
-        )
-        if not arguments.json:
-            print(record, flush=True)
-    return 0 if met else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("lateness", __doc__, work, measure, pairs=30, of="blocks, with and without a look"))

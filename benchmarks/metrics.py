@@ -11,11 +11,8 @@ step is counted with.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -24,16 +21,14 @@ import urllib.request
 from typing import Any
 
 import torch
-from torch import nn
 
 import penstock as ps
-from benchmarks.traces import CASES
+from benchmarks.blocks import differences, in_turn, main, trainer
 from benchmarks.workers import run_workers
-from lab.records import ROOT, publish, result_arguments, spread, wait_for_quiet
+from lab.records import ROOT, spread
 from penstock.job import current
 from penstock.metrics.step_histogram import StepHistogram
 
-WORKERS = (2,)
 WARM_STEPS = 5
 BLOCK_S = 2.5
 SCRAPE_S = 1.0
@@ -41,6 +36,7 @@ USUAL_SCRAPE_S = 15.0
 SHARE_TARGET = 0.01
 TRIES = 50
 COUNTS = 20_000
+SCRAPER = "--scraper"  # the process that scrapes: this one alone on its command line, and the URL
 
 
 @contextlib.contextmanager
@@ -49,7 +45,7 @@ def scraped(url: str | None) -> Any:
     if url is None:
         yield
         return
-    command = [sys.executable, "-m", __spec__.name, "--scraper", url]
+    command = [sys.executable, "-m", __spec__.name, SCRAPER, url]
     scraper = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert scraper.stdout is not None and scraper.stdout.readline(), "the first scrape failed"
@@ -96,16 +92,7 @@ def count_ms() -> float:
 def train_job(case: str, meet: dict[str, Any], metrics: int | None) -> tuple[float, float]:
     """The milliseconds of a step, and those of a scrape if there are metrics."""
     ps.init(**meet, metrics=metrics)
-    model, x, y = CASES[case]()
-    model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9))
-
-    def train(count: int) -> None:
-        for _ in range(count):
-            out = model(x)
-            (out.sum() if y is None else nn.functional.cross_entropy(out, y)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ps.synchronize()
+    train = trainer(case)
 
     def timed(count: int) -> float:
         ps.barrier()
@@ -128,10 +115,8 @@ def train_job(case: str, meet: dict[str, Any], metrics: int | None) -> tuple[flo
 def work(case: str, rank: int, size: int, directory: str, pairs: int, seed: int) -> None:
     """One rank: prints one JSON object."""
     torch.set_num_threads(1)
-    chance = random.Random(seed)
     found: dict[str, list[float]] = {"with": [], "without": [], "scrape": []}
-    ways = itertools.chain.from_iterable(chance.sample(("with", "without"), 2) for _ in range(pairs))
-    for number, way in enumerate(ways):
+    for number, way in enumerate(in_turn(pairs, seed)):
         meet = {"rank": rank, "world_size": size, "rendezvous": f"file://{directory}/meet-{number}"}
         took_ms, of_scrape_ms = train_job(case, meet, 0 if way == "with" else None)
         found[way].append(took_ms)
@@ -143,7 +128,7 @@ def work(case: str, rank: int, size: int, directory: str, pairs: int, seed: int)
 def measure(case: str, size: int, pairs: int, seed: int) -> dict[str, Any]:
     """All ranks of all jobs."""
     found = run_workers(__spec__.name, case, size, pairs, seed)[0]
-    extra = [one - other for one, other in zip(found["with"], found["without"], strict=True)]
+    extra = differences(found)
     step_ms, of_scrape_ms = statistics.median(found["without"]), statistics.median(found["scrape"])
     share = statistics.median(extra) / step_ms
     return {
@@ -161,40 +146,7 @@ def measure(case: str, size: int, pairs: int, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """0 if the target is met everywhere."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=10, help="of jobs, with and without metrics")
-    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS)
-    parser.add_argument("--models", nargs="*", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--seed", type=int, default=1)
-    result_arguments(parser)
-    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
-    parser.add_argument("--scraper", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.scraper:
-        scrape(arguments.scraper)
-    if arguments.worker:
-        case, rank, size, directory, pairs, seed = arguments.worker
-        work(case, int(rank), int(size), directory, int(pairs), int(seed))
-        return 0
-    busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
-    met = True
-    for case, size in itertools.product(arguments.models, arguments.workers):
-        record = {**busy, **measure(case, size, arguments.pairs, arguments.seed)}
-        met = met and record["met"]
-        publish(
-            record,
-            benchmark="metrics",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("model", "workers"),
-        )
-        if not arguments.json:
-            print(record, flush=True)
-    return 0 if met else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == [SCRAPER]:
+        scrape(sys.argv[2])
+    sys.exit(main("metrics", __doc__, work, measure, pairs=10, of="jobs, with and without metrics"))

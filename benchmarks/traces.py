@@ -11,23 +11,18 @@ noted and recorded, as often as it is, times what one takes.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 import penstock as ps
-from benchmarks.overhead import Piece, cifar10_quick, resnet50_sized
+from benchmarks.blocks import differences, in_turn, main, trainer
 from benchmarks.workers import run_workers
-from lab.records import publish, result_arguments, spread, wait_for_quiet
+from lab.records import spread
 from penstock._native import RECORD
 from penstock.job import current
 from penstock.tracing import recording
@@ -35,7 +30,6 @@ from penstock.tracing.moments import Moments, coded
 from penstock.tracing.recording import Trace
 from penstock.tracing.trace_file import read
 
-WORKERS = (2,)
 WARM_STEPS = 5
 WARM_STEPS_OF_BLOCK = 2
 BLOCK_STEPS = 10
@@ -45,13 +39,6 @@ RECORD_NS = 10.0
 """What a lane takes for a record: docs/decisions/0011-observations-on-request.md."""
 NOTES = 20_000
 MOMENT_BYTES, RECORD_BYTES = 16, 32
-
-CASES: dict[str, Callable[[], Any]] = {
-    "CIFAR-10 quick, batch 100": cifar10_quick,
-    "ResNet-50-sized, 161 tensors": lambda: (resnet50_sized(), torch.zeros(1), None),
-    "400 tensors of 1 K": lambda: (nn.Sequential(*(Piece((1000,)) for _ in range(400))), torch.zeros(1), None),
-}
-"""By name a model with a batch for it. Models of `Piece` compute next to nothing."""
 
 
 class TimedTrace(Trace):
@@ -80,24 +67,12 @@ def work(case: str, rank: int, size: int, directory: str, pairs: int, seed: int)
     """One rank: prints one JSON object."""
     torch.set_num_threads(1)
     ps.init(rank=rank, world_size=size, rendezvous=f"file://{directory}/meet", lateness=False)  # it keeps records, too
-    model, x, y = CASES[case]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    model, optimizer = ps.distribute(model, optimizer)
-
-    def train(count: int) -> None:
-        for _ in range(count):
-            out = model(x)
-            (out.sum() if y is None else nn.functional.cross_entropy(out, y)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ps.synchronize()
-
+    train = trainer(case)
     train(WARM_STEPS)
     recording.Trace = TimedTrace  # type: ignore[misc]
-    chance = random.Random(seed)
     found: dict[str, list[float]] = {"with": [], "without": [], "with_cpu": [], "without_cpu": []}
     moments = records = 0
-    for way in itertools.chain.from_iterable(chance.sample(("with", "without"), 2) for _ in range(pairs)):
+    for way in in_turn(pairs, seed):
         trace = ps.trace(f"{directory}/traces", steps=MANY_STEPS) if way == "with" else None
         train(WARM_STEPS_OF_BLOCK)
         ps.barrier()
@@ -124,8 +99,7 @@ def work(case: str, rank: int, size: int, directory: str, pairs: int, seed: int)
 def measure(case: str, size: int, pairs: int, seed: int) -> dict[str, Any]:
     """All ranks of one job."""
     found = run_workers(__spec__.name, case, size, pairs, seed)[0]
-    extra = [one - other for one, other in zip(found["with"], found["without"], strict=True)]
-    extra_cpu = [one - other for one, other in zip(found["with_cpu"], found["without_cpu"], strict=True)]
+    extra, extra_cpu = differences(found), differences(found, "_cpu")
     step_ms = statistics.median(found["without"])
     share = statistics.median(extra) / step_ms
     return {
@@ -146,37 +120,5 @@ def measure(case: str, size: int, pairs: int, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """0 if the target is met everywhere."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30, help="of blocks, with and without a trace")
-    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS)
-    parser.add_argument("--models", nargs="*", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--seed", type=int, default=1)
-    result_arguments(parser)
-    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        case, rank, size, directory, pairs, seed = arguments.worker
-        work(case, int(rank), int(size), directory, int(pairs), int(seed))
-        return 0
-    busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
-    met = True
-    for case, size in itertools.product(arguments.models, arguments.workers):
-        record = {**busy, **measure(case, size, arguments.pairs, arguments.seed)}
-        met = met and record["met"]
-        publish(
-            record,
-            benchmark="traces",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("model", "workers"),
-        )
-        if not arguments.json:
-            print(record, flush=True)
-    return 0 if met else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("traces", __doc__, work, measure, pairs=30, of="blocks, with and without a trace"))

@@ -11,10 +11,7 @@ given beside it.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
-import random
 import statistics
 import sys
 import time
@@ -24,13 +21,13 @@ import torch
 from torch import nn
 
 import penstock as ps
+from benchmarks.blocks import WAYS, in_turn, main
 from benchmarks.overhead import Piece, resnet50_sized
 from benchmarks.workers import run_workers
-from lab.records import publish, result_arguments, spread, wait_for_quiet
+from lab.records import spread
 from penstock.torch.reads.safety import distributed_of
 from penstock.torch.updates.whole import StepLog
 
-WORKERS = (2, 4)
 WARM_STEPS = 4
 SHARE_TARGET = 0.01
 
@@ -72,7 +69,7 @@ class Timed(StepLog):
         return sum(kept.numel() * kept.element_size() for kept in self._kept.values())
 
 
-def work(case: str, rank: int, size: int, directory: str, steps: int, seed: int) -> None:
+def work(case: str, rank: int, size: int, directory: str, pairs: int, seed: int) -> None:
     """One rank: prints one JSON object."""
     torch.set_num_threads(1)
     make, make_optimizer = CASES[case]
@@ -83,11 +80,9 @@ def work(case: str, rank: int, size: int, directory: str, steps: int, seed: int)
     owner: Any = distributed_of(next(iter(model.parameters())))
     update = owner.updates[0]
     log = Timed(owner.engine)
-    chance = random.Random(seed)
-    times: dict[str, list[float]] = {"with": [], "without": []}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
     x = torch.zeros(1)
-    order = [way for _ in range(steps) for way in chance.sample(sorted(times), 2)]
-    for number, way in enumerate(["with"] * WARM_STEPS + order):
+    for number, way in enumerate(["with"] * WARM_STEPS + [*in_turn(pairs, seed)]):
         if number == WARM_STEPS:
             log.cost_s = 0.0
         ps.synchronize()
@@ -100,12 +95,12 @@ def work(case: str, rank: int, size: int, directory: str, steps: int, seed: int)
         if number >= WARM_STEPS:
             times[way].append(1e3 * (time.perf_counter() - began))
     ps.shutdown()
-    print(json.dumps({**times, "copy_ms": 1e3 * log.cost_s / steps, "copies_mb": log.nbytes / 1e6}))
+    print(json.dumps({**times, "copy_ms": 1e3 * log.cost_s / pairs, "copies_mb": log.nbytes / 1e6}))
 
 
-def measure(case: str, size: int, steps: int, seed: int) -> dict[str, Any]:
+def measure(case: str, size: int, pairs: int, seed: int) -> dict[str, Any]:
     """All ranks of one job."""
-    found = run_workers(__spec__.name, case, size, steps, seed)[0]
+    found = run_workers(__spec__.name, case, size, pairs, seed)[0]
     plain = statistics.median(found["without"])
     share = statistics.median(found["with"]) / plain - 1
     return {
@@ -121,36 +116,6 @@ def measure(case: str, size: int, steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """0 if the target is met everywhere."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="with and without, each")
-    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS)
-    parser.add_argument("--seed", type=int, default=1)
-    result_arguments(parser)
-    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        case, rank, size, directory, steps, seed = arguments.worker
-        work(case, int(rank), int(size), directory, int(steps), int(seed))
-        return 0
-    busy = {"busy_cores": wait_for_quiet(arguments.wait_quiet)}
-    met = True
-    for case, size in itertools.product(CASES, arguments.workers):
-        record = {**busy, **measure(case, size, arguments.steps, arguments.seed)}
-        met = met and record["met"]
-        publish(
-            record,
-            benchmark="whole_steps",
-            seed=arguments.seed,
-            as_json=arguments.json,
-            lines=arguments.json_lines,
-            scenario=("model", "workers"),
-        )
-        if not arguments.json:
-            print(record, flush=True)
-    return 0 if met else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options: dict[str, Any] = {"pairs": 40, "of": "steps, with and without copies", "workers": (2, 4)}
+    sys.exit(main("whole_steps", __doc__, work, measure, cases=CASES, **options))

@@ -370,7 +370,7 @@ TABLE = {
     "python -m benchmarks.wire_types": NAMED,
     "python -m benchmarks.wire_types [--json-lines docs/benchmarks/wire_types.jsonl]": Run("--workers 2", long=True),
     "python -m benchmarks.whole_steps [--json-lines docs/benchmarks/whole_steps.jsonl]": Run(
-        "--steps 2 --workers 2", long=True, status=JUDGED
+        "--pairs 2 --workers 2", long=True, status=JUDGED
     ),
     # the lab
     "python -m lab": NAMED,
