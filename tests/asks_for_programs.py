@@ -1,12 +1,14 @@
 """An interpreter for launchers under test: has `program_server` fork what it is told to run, and ends as that does.
 
 It starts in milliseconds. Signals that can be caught are passed on; when it is killed, the server kills the program.
-What imports no PyTorch, inherits more than three streams, or asks who its parent is, runs in a new interpreter:
-Penstock's own commands, and texts behind -c. So does what the server cannot be asked for, as by another user.
+Descriptors that it inherits the program has, too, under the same numbers. What imports no PyTorch runs in a new
+interpreter: Penstock's own commands, and texts behind -c. So does what the server cannot be asked for, as by another
+user.
 
 `programs` writes the first lines, which say where the server is, and which interpreter is the tests' own.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +24,16 @@ def forkable(arguments):
     return words[0].endswith(".py") or (words[0] == "-m" and words[1] not in OWN_COMMANDS)
 
 
+def inherited():
+    """The descriptors that a program in this place would have, besides its streams."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # the one that reads this folder is closed
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                found.append(int(name))
+    return found
+
+
 def ask(arguments):
     """The status of the program, once it has ended."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -33,11 +45,12 @@ def ask(arguments):
         "directory": os.getcwd(),  # noqa: PTH109
         "new_session": True,
         "namespaces_of": os.getpid(),
+        "inherits": inherited(),
     }
     early = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: early.append(number))
-    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, *request["inherits"]])
     _, [process], _, _ = socket.recv_fds(server, 4096, 1)
     send = signal.pidfd_send_signal
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

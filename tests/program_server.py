@@ -2,9 +2,9 @@
 
     python program_server.py DOOR KEEPER EXECUTABLE
 
-Tests connect to the socket DOOR. A request is one message with three descriptors, the program's streams; the answer has
-one, of the process. When their connection is closed, their programs are killed; when KEEPER is, all are. EXECUTABLE
-is what programs take for their interpreter.
+Tests connect to the socket DOOR. A request is one message with descriptors, the program's streams and what else it
+inherits; the answer has one, of the process. When their connection is closed, their programs are killed; when KEEPER is,
+all are. EXECUTABLE is what programs take for their interpreter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import io
 import json
@@ -27,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+DESCRIPTORS_MAX = 64
 
 loaded_for_all: list[str] = []
 
@@ -95,6 +98,18 @@ def kill(running: Iterable[Running]) -> None:
             signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
 
+def put(descriptors: list[int], places: list[int]) -> None:
+    """Give each its number. None of them is in the way of another, nor closed by it."""
+    above = max(*places, *descriptors) + 1
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, place in zip(aside, places, strict=True):
+        assert place < 3 or not Path(f"/proc/self/fd/{place}").exists(), f"descriptor {place} is in use"
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+
+
 def serve(door: socket.socket, keeper: socket.socket) -> dict[str, Any] | None:
     """Fork on request of all who come. In a child: what it shall run. None when `keeper` is closed."""
     running: dict[int, Running] = {}
@@ -114,7 +129,7 @@ def serve(door: socket.socket, keeper: socket.socket) -> dict[str, Any] | None:
             places.append(door.accept()[0])
             tell(places[-1], [], ready=True)
         for place in [place for place in places if place in ready]:
-            message, streams, _, _ = socket.recv_fds(place, 2**20, 3)
+            message, streams, _, _ = socket.recv_fds(place, 2**20, DESCRIPTORS_MAX)
             if not message:
                 kill(child for child in running.values() if child.place is place)
                 places.remove(place)
@@ -128,11 +143,9 @@ def serve(door: socket.socket, keeper: socket.socket) -> dict[str, Any] | None:
                 sockets = [one.detach() for one in (door, keeper, *places)]
                 for descriptor in (*sockets, woken, waker, *(child.pidfd for child in running.values())):
                     os.close(descriptor)
-                for number, stream in enumerate(streams):
-                    os.dup2(stream, number)
-                for stream in streams:
-                    os.close(stream)
-                return dict(json.loads(message))
+                asked = dict(json.loads(message))
+                put(streams, [0, 1, 2, *asked.get("inherits", [])])
+                return asked
             for stream in streams:
                 os.close(stream)
             running[pid] = Running(os.pidfd_open(pid), place)
@@ -174,6 +187,7 @@ def become(request: dict[str, Any]) -> None:
     penstock.autoload.register()  # as ``import torch`` did, without this environment
     sys.executable = sys.argv[3]
     sys.argv = request["arguments"]
+    sys.orig_argv = [sys.executable, *request["arguments"]]
     unbuffered = sys.argv[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
     if sys.argv[0] == "-u":
         del sys.argv[0]

@@ -81,6 +81,19 @@ def test_what_launchers_start_in_it_ends_as_a_process_does(ending, tmp_path):
     assert ended.returncode == alone.returncode % 256
 
 
+def test_what_a_launcher_lets_it_inherit_has_its_number(tmp_path):
+    worker = "import os, sys\nfor number in map(int, sys.argv[1:]): os.write(number, b'%d' % number)\n"
+    (tmp_path / "worker.py").write_text(worker + "print('torch' in sys.modules)")
+    launcher = (
+        "import fcntl, os, subprocess, sys\npipes = [os.pipe() for _ in range(2)]\n"
+        "given = [fcntl.fcntl(writes, fcntl.F_DUPFD, least) for (_, writes), least in zip(pipes, (3, 60))]\n"
+        "subprocess.run([sys.executable, sys.argv[1], *map(str, given)], pass_fds=given)\n"
+        "print([os.read(reads, 9).decode() == str(number) for (reads, _), number in zip(pipes, given)])\n"
+    )
+    ended = programs.run("-c", launcher, tmp_path / "worker.py", timeout=programs.START_LIMIT_S)
+    assert ended.stdout == "True\n[True, True]\n", ended.stderr
+
+
 def test_a_signal_to_what_a_launcher_starts_reaches_the_worker(tmp_path):
     worker = (
         "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(3))\n"

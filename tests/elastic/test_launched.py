@@ -111,10 +111,9 @@ print(f"from step {came} to {progress.steps}, {ps.rank()} of {ps.world_size()}: 
 def test_a_new_worker_comes_in_the_place_of_one_that_is_killed(tmp_path):
     (tmp_path / "train.py").write_text(COMES, encoding="utf-8")
     arguments = ("-m", "penstock", "run", "--min", "2", "--max", "3", "train.py")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = programs.start_afresh(*arguments, cwd=tmp_path, **pipes)  # whose workers inherit a pipe of the agent's
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    done = programs.run(*arguments, timeout=120, cwd=tmp_path)
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 0, err
     assert "rank 1 on localhost was killed by SIGKILL; 2 workers are left, and go on" in err
     assert "newcomer 1 takes part, one of " in err
     line = r"\[(rank \d|newcomer 1)\] from step (\d+) to (\d+), (\d) of 3: (.*)"
@@ -159,8 +158,7 @@ if first == 1:
 def test_a_worker_that_has_left_in_order_is_not_ended_while_it_saves(tmp_path):
     (tmp_path / "train.py").write_text(LEAVES, encoding="utf-8")
     arguments = ("-m", "penstock", "run", "--grace-s", "0.5", "--nproc-per-node", "3", "--min", "2", "train.py")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = programs.start_afresh(*arguments, cwd=tmp_path, **pipes)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    done = programs.run(*arguments, timeout=120, cwd=tmp_path)
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 0, err
     assert out == "[rank 1] has saved\n" and "go on without" not in err, err

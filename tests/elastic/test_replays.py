@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 
 import programs
 import pytest
@@ -91,16 +90,9 @@ pytestmark = pytest.mark.slow
 
 
 def penstock(directory, *arguments, **more):
-    """Run a command whose workers are interpreters of their own: they inherit a pipe of the agent's."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = programs.start_afresh("-m", "penstock", *arguments, cwd=directory, env={**os.environ, **more}, **pipes)
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    return process.returncode, out, err
+    """Run a command: its status, and what it has said."""
+    done = programs.run("-m", "penstock", *arguments, timeout=LIMIT_S, cwd=directory, env={**os.environ, **more})
+    return done.returncode, done.stdout, done.stderr
 
 
 def said(out):
