@@ -53,6 +53,7 @@ def _main(pipe, function, rank, count, place, doors, options, arguments):
     import penstock as ps
 
     gc.freeze()  # it does not walk, and so copy, what was there before the fork
+    multiprocessing.set_start_method(None, force=True)  # loaders start theirs as in a program, with no server each
     try:
         if rank < count:
             ps.init(rank=rank, world_size=count, rendezvous=f"file://{place}", **{**OPTIONS, **options})
