@@ -6,6 +6,7 @@ imports none of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +44,13 @@ class Attached:
 
     def report(self) -> dict[str, Any]:
         """What `penstock.report` says of it, by name."""
+        return {}
+
+    def costs(self, engine: Engine) -> dict[str, Callable[[], dict[str, Any]]]:
+        """By name of a book of gradients, what gives what the cost model says of its layers now, fit for JSON.
+
+        Called by threads beside the program's, too, while a job begins, runs and ends.
+        """
         return {}
 
 

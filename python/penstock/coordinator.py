@@ -21,6 +21,7 @@ from penstock.description import Layer, Network
 from penstock.errors import ConfigError
 from penstock.grouping import HOST, Groups, members
 from penstock.plan import STORE, LayerPlan, Terms
+from penstock.prediction import LayerCost, ModelCost
 
 if TYPE_CHECKING:
     from penstock._native import Decision
@@ -365,6 +366,20 @@ class Coordinator:
     def forward_plans(self) -> tuple[LayerPlan, ...]:
         """The same by the layers' places in the forward pass."""
         return tuple(self.decision(layer.name) for layer in self.network.forward_order if layer.tensors)
+
+    def cost(self, plans: Sequence[LayerPlan] | None = None) -> ModelCost:
+        """What step times are predicted from.
+
+        Args:
+            plans: Of the layers; by default as they are now.
+        """
+        cluster, rates = self.cluster, self.rates
+        # In DDP's ring ranks of a host follow each other, so that its interface carries what one of them sends. A
+        # described cluster may be one host; the ranks of such a job count as hosts of their own (`Job.hosts`).
+        on_one_host = len(set(cluster.hosts[: cluster.n_worker])) == 1
+        rate = rates.inside_bytes_per_s if on_one_host else rates.bytes_per_s
+        layers = map(LayerCost.of, self.forward_plans if plans is None else plans)
+        return ModelCost(cluster.n_worker, rate, tuple(layers))
 
     def decision(self, layer: str) -> LayerPlan:
         """How a layer is synchronised now, why, and what each scheme would cost.

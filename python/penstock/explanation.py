@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.account import duration, plural, shortened, size
 from penstock.plan import ADAM, HALF, STORE, LayerPlan, rows_scheme
+from penstock.prediction import StepTimes
 
 if TYPE_CHECKING:
     from penstock.coordinator import Cluster, Coordinator, Rates
@@ -31,23 +32,6 @@ WIDTH = 120
 SHAPE_WIDTH_MAX = 14
 _NUMBER = re.compile(r"\d+")
 EVEN_COMPUTE = "the arithmetic of the layers is not known: each is taken for as long as any other"
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Predicted seconds per step at best, all with the same compute time and wire.
-
-    Attributes:
-        compute_s: One worker alone: forward and backward.
-        ddp_s: Plain DDP: whole gradients in a ring or the like, hidden under backward alone (T_wfbp).
-        store_s: The store for every layer, hidden under backward and forward by priority (T*).
-        chosen_s: The choices above, hidden alike.
-    """
-
-    compute_s: float
-    ddp_s: float
-    store_s: float
-    chosen_s: float
 
 
 @dataclass(frozen=True)
@@ -154,30 +138,10 @@ def predict(coordinator: Coordinator, plans: tuple[LayerPlan, ...], compute_s: f
         plans: Of the layers that have parameters.
         compute_s: Forward and backward of one worker alone.
     """
-    from penstock._native import step_times
-
-    network, cluster, rates = coordinator.network, coordinator.cluster, coordinator.rates
-    # In DDP's ring ranks of a host follow each other, so that its interface carries what one of them sends. A
-    # described cluster may be one host; the ranks of such a job count as hosts of their own (`penstock.job.Job.hosts`).
-    on_one_host = len(set(cluster.hosts[: cluster.n_worker])) == 1
-    rate = rates.inside_bytes_per_s if on_one_host else rates.bytes_per_s
-    times = network.compute(compute_s)
-    by_name = {plan.name: plan for plan in plans}
-    ring_share = 2.0 * (cluster.n_worker - 1) / cluster.n_worker
-    ddp, store, chosen = [], [], []
-    for layer, (forward_s, backward_s) in zip(network.forward_order, times, strict=True):
-        plan = by_name.get(layer.name)
-        ddp.append((forward_s, backward_s, ring_share * layer.nbytes / rate))
-        store.append((forward_s, backward_s, plan.scheme_wire_s[STORE] if plan else 0.0))
-        # A gradient is rebuilt when its factors are in: before the layer's forward, and it delays that.
-        rebuild_s, wire_s = (plan.rebuild_s, plan.wire_s) if plan else (0.0, 0.0)
-        chosen.append((forward_s + rebuild_s, backward_s, wire_s))
-    return StepTimes(
-        compute_s=compute_s,
-        ddp_s=step_times(ddp)["wfbp_s"],
-        store_s=step_times(store)["ideal_s"],
-        chosen_s=step_times(chosen)["ideal_s"],
-    )
+    network = coordinator.network
+    times = zip(network.forward_order, network.compute(compute_s), strict=True)
+    computed = [(layer.name, forward_s, backward_s) for layer, (forward_s, backward_s) in times]
+    return replace(coordinator.cost(plans).step_times(computed), compute_s=compute_s)
 
 
 class _Text:

@@ -79,6 +79,27 @@ class Launch:
     meeting_point: MeetingPoint | None
     sources: Mapping[str, str]
 
+    def facts(self) -> dict[str, Any]:
+        """For whoever reads later how it was started; fit for JSON, and without the secret.
+
+        Returns:
+            ``launcher``; ``met_at``, where ranks met, and what decided it; ``options``: by name, those that are not as
+            by default, each with its value as text and where that came from.
+        """
+        usual = Options()
+        options: dict[str, list[str]] = {}
+        for name, source in self.sources.items():
+            value = getattr(self.options, name)
+            if source != "default" or value != getattr(usual, name):
+                shown = "given" if name == "secret" else str(value)
+                options[name] = [shown, "the other ranks" if source == "default" else source]
+        point = self.meeting_point
+        return {
+            "launcher": self.launcher,
+            "met_at": None if point is None else [str(point), point.found_in],
+            "options": options,
+        }
+
 
 # Launchers in the order in which they are asked: mpirun inside a Slurm allocation sets both kinds of variables.
 _LAUNCHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

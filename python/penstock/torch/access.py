@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,9 +17,14 @@ from penstock.torch.gradients.device_landing import DeviceLanding
 from penstock.torch.runtime.copying import Copies
 from penstock.torch.updates.asynchronous import AsyncUpdates
 
+if TYPE_CHECKING:
+    from penstock._native import Engine
+    from penstock.coordinator import Coordinator
+
 __all__ = [
     "asynchronous_here",
     "copies_here",
+    "costs_in",
     "distributed_for",
     "distributed_here",
     "finish_all",
@@ -62,6 +70,21 @@ def copies_here() -> dict[str, dict[str, float]]:
         return {}
     total = Copies.of_all(several)
     return {"copies": {"bytes": total.nbytes, "seconds": total.seconds, "hidden_share": total.hidden_share}}
+
+
+def costs_in(engine: Engine) -> dict[str, Callable[[], dict[str, Any]]]:
+    """By name of its book of gradients, what gives what the cost model says of a model of this engine.
+
+    Any thread may call it, and what it gives.
+    """
+    return {
+        f"{distributed.name}.gradients": partial(_cost_facts, distributed.schemes.coordinator)
+        for distributed in models_of(engine)
+    }
+
+
+def _cost_facts(coordinator: Coordinator) -> dict[str, Any]:
+    return coordinator.cost().facts()
 
 
 def distributed_for(target: nn.Module | Optimizer) -> Distributed | None:

@@ -25,6 +25,7 @@ __all__ = [
     "records_of",
     "sums_of",
     "tuples_at",
+    "wires_of",
 ]
 
 POINTS = ("submitted", "queued", "first byte out", "arrived", "summed", "answered", "landed", "applied")
@@ -133,6 +134,18 @@ def frames_of(records: Mapping[int, list[Record]]) -> tuple[list[TracedFrame], i
             frames.append(TracedFrame(name[0], name[1], record, is_result, queued_ns, record.time_ns, arrived_ns))
     frames.sort(key=lambda frame: frame.record)
     return frames, alone
+
+
+def wires_of(frames: Iterable[TracedFrame]) -> Iterator[tuple[TracedFrame, int]]:
+    """Frames of one direction between two ranks, on one clock, each with when it has the wire, in order.
+
+    That is from when its first byte was given to the kernel, or, if that was later, from when the frame before it had
+    arrived; and until it has arrived itself.
+    """
+    before_ns = 0
+    for frame in sorted(frames, key=lambda frame: (frame.arrived_ns, frame.out_ns)):
+        yield frame, min(max(frame.out_ns, before_ns), frame.arrived_ns)
+        before_ns = frame.arrived_ns
 
 
 @dataclass(slots=True)

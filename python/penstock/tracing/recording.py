@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import socket
+import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.attached import attached
 from penstock.errors import ConfigError, PenstockError
 from penstock.tracing.moments import Moments, moments_of
 from penstock.tracing.trace_file import SUFFIX, TraceFile
@@ -24,6 +27,8 @@ from penstock.version import installed_version
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
+    from penstock.coordinator import Rates
+    from penstock.launchers import Launch
 
 __all__ = ["STEPS", "Trace", "Traceable", "begin", "boot"]
 
@@ -47,7 +52,11 @@ class Traceable(Protocol):
     """The job that a trace is of (`penstock.job.Job`)."""
 
     engine: Engine
+    launch: Launch
     job_id: bytes
+    address: str
+    rates: Rates
+    groups_reason: str
     trace: Trace | None
 
     @property
@@ -108,7 +117,8 @@ class Trace:
         self._kept_before = options.observations
         self._first, self._past = first, first + count
         self._landed = 0
-        self._books = 0, 0  # written: how many, and how many of them are asynchronous
+        self._books: tuple[object, ...] = (0, 0, [])  # written: how many, of them asynchronous, whose costs
+        self._costs: dict[str, dict[str, Any]] = {}  # by book: of a model that is gone, too
         self._why: str | None = None  # it is to end
         self._wake = threading.Event()
         self._closing = threading.Lock()  # taken for good by who ends it
@@ -130,6 +140,7 @@ class Trace:
                 "boot": boot(),
                 "steps": [first, count],
                 "penstock": installed_version(),
+                "start": _start_of(job),
                 "record": RECORD,
             },
         )
@@ -215,18 +226,21 @@ class Trace:
             _log.warning("penstock: the trace %s ends: %s", self.path, error)
         self._close()
 
-    def _write(self) -> int:
+    def _write(self, *, last: bool = False) -> int:
         """Write what there is; returns how many records."""
         asynchronous = self._moments.asynchronous
-        books = self._engine.books, len(asynchronous)
-        if books != self._books:
+        costs = {book: facts for one in attached() for book, facts in one.costs(self._engine).items()}
+        books = self._engine.books, len(asynchronous), sorted(costs)
+        if books != self._books or (last and costs):  # schemes may have changed since
             self._books = books
+            self._costs.update({book: facts() for book, facts in costs.items()})
             self._file.books(
                 [
                     {
                         "name": one["name"],
                         "layers": [of["name"] for of in one["layers"]],
                         "asynchronous": number in asynchronous,
+                        "cost": self._costs.get(one["name"]),
                     }
                     for number, one in enumerate(self._engine.report()["books"])
                 ]
@@ -243,7 +257,7 @@ class Trace:
             slices = 0
             if self._thread is not None:  # it has come to its first step
                 slices = self._engine.observe(self._kept_before) - self._landed
-                self._write()
+                self._write(last=True)
             self._file.end(slices=slices, why=self._why)
         except (OSError, PenstockError) as error:
             _log.warning("penstock: the trace %s has no end: %s", self.path, error)
@@ -253,6 +267,24 @@ class Trace:
             if self._moments.keeper is self:
                 self._moments.keeper = None
         self.has_ended = True
+
+
+def _start_of(job: Traceable) -> dict[str, Any]:
+    """How this rank was started, and on what, for whoever reads the trace. No argument of the program is in it."""
+    rates = job.rates
+    torch = sys.modules.get("torch")
+    return {
+        **job.launch.facts(),
+        "address": job.address,
+        "program": Path(sys.argv[0]).name if getattr(sys, "argv", None) else "",
+        "python": platform.python_version(),
+        "torch": None if torch is None else str(getattr(torch, "__version__", "unknown")),
+        "cores": len(os.sched_getaffinity(0)),
+        "line_bytes_per_s": rates.bytes_per_s,
+        "latency_s": rates.latency_s,
+        "rates_source": rates.source,
+        "groups_reason": job.groups_reason,
+    }
 
 
 def boot() -> str:

@@ -33,6 +33,7 @@ from penstock.tracing.journeys import (
     TracedFrame,
     journeys_of,
     sums_of,
+    wires_of,
 )
 
 __all__ = ["Bar", "Names", "Row", "RowGroup", "groups_of"]
@@ -233,13 +234,10 @@ def _nested(bars: Iterable[Bar]) -> list[Bar]:
 def _wire(
     frames: Sequence[TracedFrame], called: Names, summed: Mapping[RoundName, Sequence[tuple[int, Summing]]]
 ) -> list[Bar]:
-    """Of one direction between two ranks: a frame has it from when the one before is there."""
+    """Of one direction between two ranks."""
     bars: list[Bar] = []
-    before_ns = 0
-    for frame in sorted(frames, key=lambda frame: (frame.arrived_ns, frame.out_ns)):
+    for frame, begin_ns in wires_of(frames):
         record = frame.record
-        begin_ns = min(max(frame.out_ns, before_ns), frame.arrived_ns)
-        before_ns = frame.arrived_ns
         kind = "answer" if frame.is_result else "push"
         facts = _facts(record, called) | {
             "nbytes": record.payload_bytes,

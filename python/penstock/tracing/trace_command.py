@@ -10,7 +10,7 @@ from typing import Any
 from penstock.command_line import Parser, add_json, fail, print_json
 from penstock.tracing.late import sentence
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "late_lines", "render"]
 
 MERGE_EXAMPLES = """\
 examples:
@@ -117,7 +117,7 @@ def render(result: dict[str, Any]) -> str:
             lines.append(f"{'':<10}torn: {one['torn']}; what is whole was taken")
     if result["missing"]:
         lines.append(f"no file of rank {', '.join(map(str, result['missing']))}: frames to and from there are left out")
-    lines += _late(result["late"], {one["rank"]: one["name"] for one in result["ranks"]})
+    lines += late_lines(result["late"], {one["rank"]: one["name"] for one in result["ranks"]})
     lines += [f"{book} is asynchronous: no rank waits for another, so none is late" for book in result["asynchronous"]]
     lines += [f"PyTorch's trace of rank {one['rank']}: {one['file']}" for one in result["kineto"]]
     if result["output"] is not None:
@@ -125,7 +125,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _late(ranks: list[dict[str, Any]], names: dict[int, str]) -> list[str]:
+def late_lines(ranks: list[dict[str, Any]], names: dict[int, str]) -> list[str]:
     """A line for each rank that others wait for; one that says that there is none, if enough steps tell."""
     lines = []
     for one in sorted(ranks, key=lambda one: -one["late_ms"]):

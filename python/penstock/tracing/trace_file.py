@@ -4,7 +4,7 @@ The first line says whose file it is and on which clock; each block is complete 
 before a process was killed can be read. The last line says that nothing is missing.
 
     {"penstock_trace": 1, "job": ..., "rank": 3, ...}
-    {"block": "books", "books": [{"name": ..., "layers": [...], "asynchronous": false}, ...]}
+    {"block": "books", "books": [{"name": ..., "layers": [...], "asynchronous": false, "cost": null}, ...]}
     {"block": "records", "nbytes": 64, "crc32": ..., "lost": 0, "clock": [...]}
     ... 64 bytes ...
     {"block": "moments", "nbytes": 16, "crc32": ..., "lost": 0}
@@ -12,6 +12,8 @@ before a process was killed can be read. The last line says that nothing is miss
     {"block": "end", "slices": 1, "why": "20 steps"}
 
 Times are those of the system's monotonic clock, in nanoseconds. ``clock`` has that and the time of day at one moment.
+``start`` in the first line says how the rank was started (`penstock.launchers.Launch.facts`), ``cost`` of a book what
+the cost model says of its layers (`penstock.prediction.ModelCost.facts`); of several such blocks the last one counts.
 """
 
 from __future__ import annotations

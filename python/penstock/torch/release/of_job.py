@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.attached import Attached
-from penstock.torch.access import asynchronous_here, copies_here, finish_all, lossy_here
+from penstock.torch.access import asynchronous_here, copies_here, costs_in, finish_all, lossy_here
 from penstock.torch.agreement.drift import parameters_digest
 from penstock.torch.distributed import models_of
 from penstock.torch.release.failure import after_failure, let_go
@@ -39,3 +40,7 @@ class Models(Attached):
     def report(self) -> dict[str, Any]:
         """The lossy layers, and their schemes; asynchronous models, and how stale gradients were; a device's copies."""
         return {"lossy": lossy_here(), "asynchronous": asynchronous_here(), **copies_here()}
+
+    def costs(self, engine: Engine) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Of each model's gradients."""
+        return costs_in(engine)
