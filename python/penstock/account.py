@@ -10,7 +10,7 @@ from typing import Any
 from penstock.grouping import NONE_ASKED_FOR
 from penstock.tracing.late import sentence
 
-__all__ = ["Report", "communication_lines", "duration", "plural", "shortened", "size", "summary"]
+__all__ = ["Report", "communication_lines", "duration", "plural", "printable", "shortened", "size", "summary"]
 
 BUSY = ("backward", "forward", "stalled", "other")
 NAME_WIDTH = 38
@@ -182,3 +182,8 @@ def shortened(name: str, width: int = NAME_WIDTH) -> str:
         return name
     head = (width - 3) // 2
     return f"{name[:head]}...{name[head + 3 - width :]}"
+
+
+def printable(text: object) -> str:
+    """Text of users without what cannot be shown, as control characters and halves of characters."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in str(text))

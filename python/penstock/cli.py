@@ -19,6 +19,8 @@ from penstock import explain_command
 from penstock.command_line import Parser, add_json, fail, list_of, nbytes, positive, print_json, whole_number
 from penstock.config import RANKS_MAX
 from penstock.launch import replay_command, start
+from penstock.live import top_command
+from penstock.trace_report import report_command
 from penstock.tracing import trace_command
 
 DEMO_EXAMPLES = """\
@@ -126,6 +128,8 @@ def parser() -> argparse.ArgumentParser:
     explain_command.add_to(commands)
     _add_measure(commands)
     trace_command.add_to(commands)
+    report_command.add_to(commands)
+    top_command.add_to(commands)
     info = commands.add_parser(
         "info",
         help="versions of Penstock and of what it runs on",

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.command_line import Parser, add_json, fail, print_json
 from penstock.tracing.late import sentence
 
-__all__ = ["add_to", "late_lines", "render"]
+__all__ = ["add_to", "clock_text", "late_lines", "render"]
 
 MERGE_EXAMPLES = """\
 examples:
@@ -110,7 +110,7 @@ def render(result: dict[str, Any]) -> str:
     for one in result["ranks"]:
         lost = one["records_lost"] + one["moments_dropped"]
         lines.append(
-            f"{one['name']:<10}{one['steps']:>6}{one['slices']:>9}{one['records']:>10}{lost:>7}  {_clock(one):<34}"
+            f"{one['name']:<10}{one['steps']:>6}{one['slices']:>9}{one['records']:>10}{lost:>7}  {clock_text(one):<34}"
             f"{one['host']}"
         )
         if one["torn"]:
@@ -134,7 +134,8 @@ def late_lines(ranks: list[dict[str, Any]], names: dict[int, str]) -> list[str]:
     return lines or (["no rank is late by more than a twentieth of a step"] if ranks else [])
 
 
-def _clock(one: dict[str, Any]) -> str:
+def clock_text(one: dict[str, Any]) -> str:
+    """On which clock a rank is, and how well that is known."""
     if one["clock_by"] in ("reference", "same machine"):
         return str(one["clock_by"])
     if one["clock_error_ns"] is None:
