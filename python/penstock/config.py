@@ -146,6 +146,7 @@ class Options:
             ``"host:port"``, or a file ``"*.prom"``, which is written every few seconds. Of the ranks of a host each
             takes the next port; with port 0 any free one, which the log and `penstock.report` say. It takes
             prometheus-client, the extra ``penstock[metrics]``.
+        status: A directory for a file in which this rank says once a second how it stands, for ``penstock top``.
 
     Example:
         >>> import penstock as ps
@@ -189,6 +190,7 @@ class Options:
     trace: str | None = None
     trace_steps: str = "20"
     metrics: str | None = None
+    status: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -264,6 +266,7 @@ class OptionArguments(TypedDict, total=False):
     trace: str | os.PathLike[str] | None
     trace_steps: int | str | None
     metrics: int | str | os.PathLike[str] | None
+    status: str | os.PathLike[str] | None
 
 
 # Parsers: from what was given to the value, or a ValueError, whose text does not matter.
@@ -462,6 +465,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "trace": (_path, "a path of a directory"),
     "trace_steps": (_steps, 'a number of steps from 1, or the first and the last, as "100-109"'),
     "metrics": (_metrics, f'a port from 0 (any) to {PORT_MAX}, "host:port", or a file "*{METRICS_SUFFIX}"'),
+    "status": (_path, "a path of a directory"),
 }
 
 

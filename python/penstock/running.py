@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.gathering import Gathering
     from penstock.grouping import Groups
     from penstock.launchers import Launch
+    from penstock.live.live_status import StatusFile
     from penstock.log_keeping import LogKeeper
     from penstock.members import Membership
     from penstock.metrics.exporting import Exposition
@@ -71,6 +72,7 @@ class Job:
         stores_made: Key-value stores, on this rank.
         trace: The last that this rank has begun to write.
         metrics: Where this rank's can be found, if they are asked for.
+        status: The file in which it says how it stands, if it does.
         membership: Who is left, of an elastic job.
         calls: Its collectives; a newcomer has none until it takes part.
         agreement: What the ranks have agreed on when they met.
@@ -99,6 +101,7 @@ class Job:
     stores_made: int = 0
     trace: Trace | None = None
     metrics: Exposition | None = None
+    status: StatusFile | None = None
     membership: Membership | None = None
     calls: ElasticCalls | None = None
     agreement: Agreement | None = field(default=None, repr=False)
@@ -170,9 +173,11 @@ class Job:
             self.engine.abort(one_line(self.failed))
 
     def end_what_is_seen(self, why: str) -> None:
-        """No trace goes on after the job, and no metrics."""
+        """No trace goes on after the job, no metrics and no status."""
         if self.trace is not None:
             self.trace.end(why)
+        if self.status is not None:
+            self.status.end(why)
         forget_moments(self.engine)
         if self.metrics is not None:
             self.metrics.end()

@@ -172,7 +172,7 @@ def _joined(
 
 
 def _begin_what_is_seen(job: Job, agreement: Agreement) -> None:
-    """The metrics and the trace that options ask for."""
+    """The metrics, the trace and the status that options ask for."""
     try:
         if job.options.metrics is not None:
             job.metrics = begin_metrics(job.engine, job.options, job.job_id, agreement.hosts)
@@ -180,6 +180,10 @@ def _begin_what_is_seen(job: Job, agreement: Agreement) -> None:
             from penstock.tracing.recording import begin
 
             begin(job, job.options.trace, job.options.traced_steps())
+        if job.options.status is not None:
+            from penstock.live import live_status
+
+            live_status.begin(job, job.options.status)
     except BaseException:
         job.end_what_is_seen("the job could not begin")
         raise

@@ -55,6 +55,7 @@ SAMPLES = {
     "trace": ("a/directory", "a/directory", " "),
     "trace_steps": ("100-109", "100-109", "9-3"),
     "metrics": ("9400", "127.0.0.1:9400", "9400x"),
+    "status": ("a/directory", "a/directory", " "),
 }
 
 
