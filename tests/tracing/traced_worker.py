@@ -103,7 +103,9 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     engine = current().engine
     ps.shutdown()
-    said["slices"] = engine.report()["slices"]
+    report = engine.report()
+    said |= {name: report[name] for name in ("slices", "bytes_sent", "bytes_received")}
+    said["books"] = {book["name"]: book["layers"] for book in report["books"]}
     (directory / f"said-{rank}.json").write_text(json.dumps(said))
 
 

@@ -23,7 +23,7 @@ GET_RICH = "penstock top takes Rich, which is missing: pip install 'penstock[top
 AROUND = 9
 """Lines of a screen that are neither of a rank nor of a layer."""
 RANKS_MIN, LAYERS_MIN = 4, 3
-REASON_WIDTH = 40
+REASON_WIDTH, HOST_WIDTH = 40, 24
 
 
 def require_rich() -> None:
@@ -108,7 +108,7 @@ def _rank_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
             state, style = f"silent for {one['age_s']:.0f} s", "bold red"
         cells = (
             printable(one["name"]),
-            printable(one["host"]),
+            shortened(printable(one["host"]), HOST_WIDTH),
             f"{one['steps']:,}",
             "-" if one["step_ms"] is None else f"{one['step_ms']:,.1f} ms",
             _rate(one["sent_mbit"]),

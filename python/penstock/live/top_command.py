@@ -13,8 +13,8 @@ from penstock.errors import ConfigError
 
 __all__ = ["add_to"]
 
-PRINTED_LINES = 120
-"""Of a table that need not fit a screen."""
+PRINTED_LINES, PRINTED_COLUMNS = 120, 120
+"""Of a table that need not fit a screen; columns where there is none."""
 
 EXAMPLES = """\
 examples:
@@ -88,6 +88,8 @@ def _show(options: argparse.Namespace) -> int:
     from rich.live import Live
 
     console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, width=PRINTED_COLUMNS)
     if options.once or not console.is_terminal:
         view, unread = _only_look(options)
         console.print(tables(view, unread, PRINTED_LINES))

@@ -243,12 +243,11 @@ def _leads(
     leads: dict[tuple[int, int], tuple[Lead, str]] = {}
     for a in ranks:
         for b in ranks:
-            lead = lead_between(upper[a, b], lower[a, b]) if a != b else None
-            if lead is None:
+            if a == b or not upper[a, b] or not lower[a, b]:
                 continue
             if boots.get(a, "") == boots.get(b) != "" and _may_be_none(upper[a, b], lower[a, b]):
-                leads[a, b] = Lead(0, 0, 0.0, 0.0), "same machine"
-            else:
+                leads[a, b] = Lead(0, 0, 0.0, 0.0), "same machine"  # at once: of many ranks there are many pairs
+            elif (lead := lead_between(upper[a, b], lower[a, b])) is not None:
                 leads[a, b] = lead, "frames"
     return leads
 

@@ -1,0 +1,199 @@
+"""The table of running ranks as text, by what Rich has for that; and the command, beside real jobs."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import programs
+import pytest
+
+from penstock.cli import main
+from penstock.live import live_table, top_command
+
+rich_console = pytest.importorskip("rich.console", reason="penstock top takes Rich: pip install 'penstock[top]'")
+LIMIT_S = 120
+
+
+def rank(number, **more):
+    usual = {"rank": number, "name": f"rank {number}", "host": "node1", "steps": 40, "step_ms": 123.45, "ended": None}
+    usual |= {"sent_mbit": 940.06, "received_mbit": 12.0, "waited_share": 0.5, "hidden_share": 0.75}
+    return {**usual, "age_s": 0.3, "silent": False, **more}
+
+
+def layer(name, **more):
+    usual = {"book": "model0.gradients", "layer": name, "waited_share": 0.25, "waits_most": 0, "sent_mbit": 5.0}
+    return {**usual, **more}
+
+
+def view(ranks, layers=(), **more):
+    size = len(ranks)
+    return {"job": "00010203", "size": size, "missing": [], "ended": False, "ranks": ranks, "layers": layers, **more}
+
+
+def text(*arguments, width=140):
+    console = rich_console.Console(width=width, file=io.StringIO(), record=True)
+    console.print(live_table.tables(*arguments))
+    return console.export_text()
+
+
+def line_of(shown, name):
+    (line,) = [line for line in shown.splitlines() if line.startswith(name)]
+    return line.split()
+
+
+def test_a_rank_s_line_has_all_that_is_known_of_it():
+    shown = text(view([rank(0), rank(1, step_ms=None, sent_mbit=None, waited_share=None, hidden_share=None)]), [], 40)
+    assert line_of(shown, "rank 0") == ["rank", "0", "node1", "40", "123.5", "ms", "940.1", "12.0", "50.0%", "75.0%"]
+    assert line_of(shown, "rank 1") == ["rank", "1", "node1", "40", "-", "-", "12.0", "-", "-"]
+    assert "job 00010203: 2 of 2 ranks running, step 40" in shown
+
+
+def test_who_is_silent_or_has_ended_says_so():
+    ranks = [rank(0, silent=True, age_s=12.4), rank(1, ended="PeerLost: rank 0 was lost"), rank(2)]
+    shown = text(view(ranks, missing=[3], size=4), ["x.status cannot be read: no"], 40)
+    assert "silent for 12 s" in shown and "ended: PeerLost: rank 0 was lost" in shown
+    assert "2 of 4 ranks running" in shown and "1 have not written here" in shown
+    assert "x.status cannot be read: no" in shown
+
+
+@pytest.mark.parametrize(("ranks", "layers", "height"), [(64, 300, 24), (64, 300, 10), (2, 300, 50), (64, 1, 40)])
+def test_what_is_shown_fits_the_screen_and_the_rest_is_counted(ranks, layers, height):
+    many = [rank(number, waited_share=0.9 if number != 50 else 0.1) for number in range(ranks)]
+    if ranks > 50:
+        many[60] |= {"silent": True, "age_s": 99.0}
+    shown = text(view(many, [layer(f"layer{number}") for number in range(layers)]), [], height)
+    lines = shown.splitlines()
+    assert len(lines) <= max(height, live_table.AROUND + live_table.RANKS_MIN + live_table.LAYERS_MIN)
+    listed = [line for line in lines if line.startswith("rank ") and "host" not in line]
+    if len(listed) < ranks:
+        assert f"and {ranks - len(listed)} more ranks" in shown
+        assert any(line.startswith("rank 50 ") for line in listed)  # the others wait for it
+        assert any(line.startswith("rank 60 ") for line in listed)
+    of_layers = sum(line.startswith("layer") and "waited" not in line for line in lines)
+    assert of_layers >= min(layers, live_table.LAYERS_MIN)
+    if of_layers < layers:
+        assert f"and {layers - of_layers} more layers" in shown
+
+
+def test_names_are_shown_as_they_are_and_are_no_markup():
+    hostile = ["[red]x[/red]", "[/]", "a\x1b[31mb\x07", "[link=file:///]y", ":smile:"]
+    shown = text(view([rank(0, host="[bold]h")], [layer(name) for name in hostile]), ["[blink]z"], 40)
+    for name in ("[red]x[/red]", "[/]", "a\N{REPLACEMENT CHARACTER}[31mb", "[link=file:///]y", ":smile:", "[bold]h"):
+        assert name in shown, name
+    assert "[blink]z" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+def test_before_a_rank_has_written_it_says_how():
+    console = rich_console.Console(width=120, file=io.StringIO(), record=True)
+    console.print(live_table.waiting("here", ["a.status cannot be read: why"]))
+    shown = console.export_text()
+    assert "no rank has written to here yet" in shown and "PENSTOCK_STATUS=here" in shown and "cannot be read" in shown
+
+
+# The command
+
+
+PROGRAM = """
+import torch
+import penstock as ps
+
+ps.init()
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = ps.distribute(model, optimizer)
+for _ in range(30):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ps.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_was_told_where_is_shown(tmp_path, capsys):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    environ = {**os.environ, "PENSTOCK_STATUS": str(tmp_path / "status")}
+    programs.run_ranks(2, program, timeout=LIMIT_S, env=environ)
+    assert main(["top", str(tmp_path / "status"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ended"] and found["missing"] == [] and [one["steps"] for one in found["ranks"]] == [30, 30]
+    assert all(one["ended"] == "the job has ended" and not one["silent"] for one in found["ranks"])
+    assert {"0", "1"} <= {one["layer"] for one in found["layers"]}
+    assert main(["top", str(tmp_path / "status"), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "0 of 2 ranks running, step 30" in shown and "rank 1" in shown and "\x1b" not in shown
+
+
+@pytest.mark.slow
+def test_where_there_is_no_terminal_it_looks_once(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    environ = {**os.environ, "PENSTOCK_STATUS": str(tmp_path / "status"), "RANK": "0", "WORLD_SIZE": "1"}
+    done = programs.run(program, timeout=LIMIT_S, env=environ)
+    assert done.returncode == 0, done.stderr
+    top = subprocess.run(
+        [sys.executable, "-m", "penstock", "top", str(tmp_path / "status")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert top.returncode == 0 and "of 1 ranks running" in top.stdout, top.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_in_a_terminal_it_goes_on_until_the_job_has_ended_and_leaves_a_table(tmp_path, monkeypatch):
+    looks = iter(
+        [
+            (None, []),
+            (view([rank(0, ended="of before")], ended=True), []),  # of a job before: it waits for the next one
+            (view([rank(0), rank(1)]), []),
+            (view([rank(0, ended="the job has ended"), rank(1, ended="the job has ended")], ended=True), []),
+        ]
+    )
+    pauses = []
+    monkeypatch.setattr(top_command, "_look", lambda options: next(looks))
+    monkeypatch.setattr(top_command, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(["top", str(tmp_path), "--every", "0.25"]) == 0
+    shown = sys.stdout.getvalue()
+    assert pauses == [0.25] * 3 and next(looks, None) is None
+    assert "no rank has written" in shown and "2 of 2 ranks running" in shown
+    *_, last = shown.split("\x1b[?1049l")  # what is left when the screen is given back
+    assert "0 of 2 ranks running" in last
+
+
+def test_ctrl_c_ends_it_well(tmp_path, monkeypatch):
+    def pressed(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top_command, "time", SimpleNamespace(sleep=pressed))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(["top", str(tmp_path)]) == 0
+    assert "no rank has written" in sys.stdout.getvalue()
+
+
+def test_what_is_not_there_is_an_error_of_one_line(tmp_path, capsys):
+    for arguments, words in (
+        ([str(tmp_path / "nowhere"), "--once"], "is no directory"),
+        ([str(tmp_path), "--once"], "has no status: ranks write one with PENSTOCK_STATUS"),
+        ([str(tmp_path), "--json", "--job", "abc"], "has no status of job abc"),
+    ):
+        assert main(["top", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
+def test_without_rich_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["top", str(tmp_path), "--once"]) == 2
+    assert "penstock[top]" in capsys.readouterr().err
