@@ -91,6 +91,8 @@ SERVER_BY_HAND = By(
 REPLAYS = By("tests/elastic/test_replays.py::test_a_run_that_lost_one_and_took_one_in_is_repeated_to_the_same_bits")
 TRACES = By("tests/tracing/test_traced_jobs.py::test_the_page_s_commands")
 METRICS = By("tests/metrics/test_metered_jobs.py::test_the_page_s_commands")
+REPORTED = By("tests/trace_report/test_recorded.py::test_the_page_s_commands")
+WATCHED = By("tests/live/test_top.py::test_a_job_that_was_told_where_is_shown")
 UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
 WHEEL = By("tests/packages/test_wheel.py::test_a_new_user_needs_the_wheel_alone")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
@@ -116,6 +118,8 @@ TABLE = {
     "pip install mpich": Not("changes the environment"),
     "pip install penstock[checkpoint]": Not("changes the environment"),
     "pip install penstock[metrics]": Not("changes the environment"),
+    "pip install penstock[report]": Not("changes the environment"),
+    "pip install penstock[top]": Not("changes the environment"),
     "pip install mpi4py mpich": Not("changes the environment"),
     "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
     # CONTRIBUTING
@@ -215,6 +219,16 @@ TABLE = {
     "python -m benchmarks.lateness [--json-lines docs/benchmarks/lateness.jsonl]": Run(
         "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED
     ),
+    "penstock report": NAMED,
+    "penstock report traces -o report.html": REPORTED,
+    "penstock report traces --json > report.json": REPORTED,
+    "PENSTOCK_STATUS=status penstock run --workers 4 train.py": WATCHED,
+    "penstock top": NAMED,
+    "penstock top status": By(
+        "tests/live/test_top.py::test_in_a_terminal_it_goes_on_until_the_job_has_ended_and_leaves_a_table"
+    ),
+    "penstock top status --once": WATCHED,
+    "penstock top status --json": WATCHED,
     "python -m benchmarks.traces": NAMED,
     "python -m benchmarks.traces [--json-lines docs/benchmarks/traces.jsonl]": Run(
         "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import pathlib
 import typing
 
@@ -145,6 +146,25 @@ def test_each_launcher_gives_its_rank_and_size(rank, size):
             launch = discover(environ, rendezvous="file:///tmp/meet")
             assert (launch.options.rank, launch.options.world_size, launch.launcher) == (rank, size, launcher)
             assert rank_variable in launch.sources["rank"]
+
+
+def test_what_a_launch_says_of_itself_is_what_was_set_and_no_secret():
+    environ = {**TORCHRUN, "PENSTOCK_SECRET": SECRET, "PENSTOCK_LANES": "2"}
+    said = discover(environ, slice_bytes=65536).facts()
+    assert (said["launcher"], said["met_at"][0]) == ("torchrun", "tcp://127.0.0.1:29500")
+    assert said["options"] == {
+        "rank": ["1", "torchrun's RANK"],
+        "world_size": ["4", "torchrun's WORLD_SIZE"],
+        "secret": ["given", "environment variable PENSTOCK_SECRET"],
+        "lanes": ["2", "environment variable PENSTOCK_LANES"],
+        "slice_bytes": ["65536", "argument slice_bytes"],
+    }
+    text = json.dumps(said)
+    assert SECRET not in text and hashlib.sha256(SECRET.encode()).hexdigest() not in text
+    launch = discover({"PATH": "/bin"})
+    assert launch.facts() == {"launcher": "none", "met_at": None, "options": {}}
+    other = dataclasses.replace(launch, options=dataclasses.replace(launch.options, encrypt=True))
+    assert other.facts()["options"] == {"encrypt": ["True", "the other ranks"]}
 
 
 def test_nothing_at_all_is_a_single_process():

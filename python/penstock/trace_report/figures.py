@@ -168,7 +168,7 @@ def _bars(
     axes: Axes, rows: Sequence[tuple[str, Mapping[str, float]]], parts: Sequence[str], names: Mapping[str, str]
 ) -> None:
     """A bar for each row, made of its parts, from the top down."""
-    places = range(len(rows))
+    places = list(range(len(rows)))
     left = [0.0] * len(rows)
     for part in parts:
         widths = [row[part] for _, row in rows]
@@ -221,7 +221,7 @@ def _prediction(prediction: Mapping[str, Any]) -> Figure:
         ("measured", prediction["measured_s"], COLOURS["wait"]),
     )
     figure, axes = _bars_figure(len(rows))
-    places = range(len(rows))
+    places = list(range(len(rows)))
     bars = axes.barh(places, [1e3 * seconds for _, seconds, _ in rows], color=[colour for *_, colour in rows])
     axes.bar_label(bars, [f"{1e3 * seconds:.1f}" for _, seconds, _ in rows], padding=3, fontsize="small")
     axes.set_yticks(places, [name for name, _, _ in rows], fontsize="small")

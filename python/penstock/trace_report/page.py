@@ -56,14 +56,9 @@ def render(found: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "shown": printable,
-        "ms": milliseconds,
-        "signed": signed,
-        "bytes": size,
-        "ranks": ranks_text,
-        "clock": clock_text,
-    }
+    environment.filters.update(
+        shown=printable, ms=milliseconds, signed=signed, bytes=size, ranks=ranks_text, clock=clock_text
+    )
     names = {one["rank"]: one["name"] for one in found["ranks"]}
     pictures = {name: Markup(picture) for name, picture in figures.draw(found).items()}
     return environment.get_template(TEMPLATE).render(
