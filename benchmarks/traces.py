@@ -46,9 +46,9 @@ class TimedTrace(Trace):
 
     cost_s = 0.0
 
-    def _write(self) -> int:
+    def _write(self, *, last: bool = False) -> int:
         began = time.thread_time()
-        records = super()._write()
+        records = super()._write(last=last)
         TimedTrace.cost_s += time.thread_time() - began
         return records
 

@@ -84,7 +84,7 @@ def _shown(ranks: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[
 
     def dull(one: Mapping[str, Any]) -> tuple[bool, float, int]:
         share = one["waited_share"]
-        return not (one["silent"] or one["ended"]), 1.0 if share is None else share, one["rank"]
+        return not one["silent"] and one["ended"] is None, 1.0 if share is None else share, one["rank"]
 
     chosen = sorted(ranks, key=dull)[:most]
     return sorted(chosen, key=lambda one: int(one["rank"])), len(ranks) - len(chosen)
