@@ -98,6 +98,8 @@ def _svg(figure: Figure, name: str) -> str:
     text = text[text.index("<svg") :].strip()
     # In HTML the element alone says what it is.
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text, count=2)
+    # Nothing refers to an image, and two that are alike would have one name.
+    text = re.sub(r'(<image [^>]*?) id="[^"]*"', r"\1", text)
     return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", text)
 
 
