@@ -10,7 +10,17 @@ from typing import Any
 from penstock.grouping import NONE_ASKED_FOR
 from penstock.tracing.late import sentence
 
-__all__ = ["Report", "communication_lines", "duration", "plural", "printable", "shortened", "size", "summary"]
+__all__ = [
+    "Report",
+    "communication_lines",
+    "duration",
+    "lateness_lines",
+    "plural",
+    "printable",
+    "shortened",
+    "size",
+    "summary",
+]
 
 BUSY = ("backward", "forward", "stalled", "other")
 NAME_WIDTH = 38
@@ -47,11 +57,8 @@ class Report(dict[str, Any]):
         if self["lossy"]:
             lines.append("  LOSSY: " + ", ".join(f"{name} {scheme}" for name, scheme in self["lossy"].items()))
         if late := self.get("late"):
-            for one in late["ranks"]:
-                said = sentence(one, f"rank {one['rank']}")
+            for said in lateness_lines(late):
                 lines += textwrap.wrap(said, COLUMNS, initial_indent="  ", subsequent_indent="    ")
-            if late["judged_steps"] and not late["ranks"]:
-                lines.append(f"  nobody waits for one rank (steps until {late['until_step']:,} were looked at)")
         lines += [f"  NOT SYNCHRONOUS: {one}" for one in self.get("local_updates", [])]
         lines += [f"  NOT SYNCHRONOUS: {name} {_staleness(one)}" for name, one in self.get("asynchronous", {}).items()]
         return "\n".join([*lines, ""])
@@ -66,6 +73,17 @@ def _staleness(model: Mapping[str, Any]) -> str:
         return "is trained asynchronously; no gradient has been answered yet"
     mean = sum(updates * times for updates, times in counts.items()) / counts.total()
     return f"is trained asynchronously; gradients were {mean:.1f} updates late on average, {max(counts)} at most"
+
+
+def lateness_lines(late: Mapping[str, Any]) -> list[str]:
+    """Who is late in a running job, for people: a line for each rank that others wait for, or one if there is none.
+
+    Args:
+        late: As a report has it. If nothing is known there is no line, and ``why`` says why.
+    """
+    if late["judged_steps"] and not late["ranks"]:
+        return [f"nobody waits for one rank (steps until {late['until_step']:,} were looked at)"]
+    return [sentence(one, f"rank {one['rank']}") for one in late["ranks"]]
 
 
 def summary(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.members import MembersChange, MembershipEpoch
 from penstock.running import Job
 from penstock.starting import start
-from penstock.tracing.moments import moments_of
+from penstock.tracing.moments import known_lateness
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -285,23 +285,10 @@ def report() -> Report:
     if (metrics := current("report").metrics) is not None:
         found["metrics"] = metrics.place
     found["lossy"], found["local_updates"], found["asynchronous"] = {}, [], {}
-    found.update(_lateness(current("report")))
+    found.update(known_lateness(current("report").engine, current("report").options))
     for one in attached():
         found.update(one.report())
     return found
-
-
-def _lateness(running: Job) -> dict[str, object]:
-    judge = moments_of(running.engine).judge
-    if judge is not None:
-        return judge.said()
-    if running.world_size == 1:
-        why = "a job of one process, in which nobody waits for others"
-    elif not running.options.lateness:
-        why = "the option lateness is off"
-    else:
-        why = "no model in main memory is trained by steps in which all ranks wait for each other"
-    return {"late": {"ranks": [], "judged_steps": 0, "until_step": None, "why": why}}
 
 
 def shutdown() -> None:

@@ -234,7 +234,7 @@ def test_a_door_that_is_silent_is_left_at_the_limit():
 def parent_of_one_that_stays(pipe):
     """A member with a door, at which somebody stands, forks a child and closes the door, as when it ends."""
     door = opened_at(Job())
-    _process.job = SimpleNamespace(rank=1, engine=Job(), trace=None)
+    _process.job = SimpleNamespace(rank=1, engine=Job(), trace=None, metrics=None)
     os.register_at_fork(after_in_child=_after_fork_in_child)
     host, _, port = door.address.rpartition(":")
     client = KeyClient(host, int(port))

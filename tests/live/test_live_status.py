@@ -12,13 +12,26 @@ from penstock.errors import ConfigError, ProtocolError
 from penstock.live import live_status
 from penstock.live.live_status import KEPT, STEPS_WANTED, WINDOW_S, StatusFile, begin
 from penstock.live.live_view import SILENT_AFTER_S, read_all, view_of
-from penstock.tracing.moments import forget_moments, moments_of
+from penstock.tracing.moments import forget_moments, known_lateness, moments_of
 
 JOB = bytes(range(16))
 
 
 def layer(name, sent=0, received=0, stall_s=0.0):
     return {"name": name, "lossy": None, "bytes_sent": sent, "bytes_received": received, "stall_s": stall_s}
+
+
+class Judge:
+    """Stands for who says who is late: by so many milliseconds rank 1."""
+
+    def __init__(self, until_step, late_ms=30.0):
+        causes = {"compute": late_ms, "input": 0.0, "network": 0.0, "processing": 0.0}
+        one = {"rank": 1, "late_ms": late_ms, "step_ms": 500.0, "cause": "compute", "causes_ms": causes}
+        ranks = [{**one, "from_layer": "fc", "stands_out": True}]
+        self.found = {"ranks": ranks, "judged_steps": 4, "until_step": until_step, "why": None}
+
+    def said(self):
+        return {"late": self.found}
 
 
 class Counting:
@@ -196,6 +209,64 @@ def test_rates_and_shares_are_those_between_two_samples(tmp_path, started, clock
     assert (conv1["waited_share"], conv1["waits_most"], conv1["sent_mbit"]) == (pytest.approx(0.1), 1, 4.0)
     assert (fc["waited_share"], fc["waits_most"], fc["sent_mbit"]) == (0.0, None, 6.0)
     json.dumps(view)
+
+
+def test_who_is_late_is_what_ranks_that_run_have_found_last(tmp_path, started, clock):
+    ranks = [job(rank, 3) for rank in range(3)]
+    files = [started(running, tmp_path) for running in ranks]
+    time_s = 1_700_000_000 + clock.s
+    view = view_of(read_all(tmp_path)[0], time_s)
+    assert view["late"]["why"].startswith("no model in main memory")
+    assert {one["late_ms"] for one in view["ranks"]} == {None}
+    for running, judge in zip(ranks, (Judge(24), Judge(60, 45.0), Judge(99)), strict=True):
+        moments_of(running.engine).judge = judge
+    for status in files[:2]:
+        status._write(None)
+    files[2].end("killed by a test")
+    view = view_of(read_all(tmp_path)[0], time_s)
+    assert view["late"] == Judge(60, 45.0).found
+    assert [one["late_ms"] for one in view["ranks"]] == [None, 45.0, None]
+    files[0].end("the job has ended")
+    files[1].end("the job has ended")
+    assert view_of(read_all(tmp_path)[0], time_s)["late"] == Judge(99).found  # nobody runs who would know better
+    json.dumps(view)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": None},
+        {"ranks": [{}]},
+        {"ranks": [1]},
+        {"ranks": [{**Judge(9).found["ranks"][0], "causes_ms": []}]},
+        {"ranks": [{**Judge(9).found["ranks"][0], "late_ms": float("inf")}]},
+        {"ranks": [{**Judge(9).found["ranks"][0], "cause": "weather"}]},
+        {"until_step": None},
+        {"until_step": "soon"},
+        {"judged_steps": "some"},
+    ],
+)
+def test_what_cannot_be_said_of_who_is_late_is_not_taken(change, tmp_path, started, clock):
+    running = job(0)
+    moments_of(running.engine).judge = Judge(9)
+    path = started(running, tmp_path).path
+    assert len(read_all(tmp_path)[0]) == 1
+    found = said(path)
+    found["now"]["late"] |= change
+    path.write_text(json.dumps(found))
+    assert read_all(tmp_path)[0] == [] and "cannot be read" in read_all(tmp_path)[1][0]
+
+
+def test_why_nothing_is_known_is_said_of_each_kind_of_rank():
+    for options, why in (
+        (config.Options(), "a job of one process"),
+        (config.Options(world_size=2, lateness=False), "the option lateness is off"),
+        (config.Options(world_size=2, servers=1, role="server"), "a server trains nothing"),
+    ):
+        engine = Counting()
+        late = known_lateness(engine, options)["late"]
+        forget_moments(engine)
+        assert late["why"].startswith(why) and (late["ranks"], late["judged_steps"]) == ([], 0)
 
 
 def test_of_one_sample_nothing_is_known_yet(tmp_path, started, clock):

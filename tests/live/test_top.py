@@ -20,7 +20,7 @@ LIMIT_S = 120
 def rank(number, **more):
     usual = {"rank": number, "name": f"rank {number}", "host": "node1", "steps": 40, "step_ms": 123.45, "ended": None}
     usual |= {"sent_mbit": 940.06, "received_mbit": 12.0, "waited_share": 0.5, "hidden_share": 0.75}
-    return {**usual, "age_s": 0.3, "silent": False, **more}
+    return {**usual, "age_s": 0.3, "silent": False, "late_ms": None, **more}
 
 
 def layer(name, **more):
@@ -28,9 +28,23 @@ def layer(name, **more):
     return {**usual, **more}
 
 
+UNKNOWN = {"ranks": [], "judged_steps": 0, "until_step": None, "why": "the option lateness is off"}
+
+
+def judged(*late):
+    """What a report says of who is late."""
+    return {"ranks": list(late), "judged_steps": 4, "until_step": 1234, "why": None}
+
+
+def late_rank(number, layer="conv1", cause="compute"):
+    causes = {"compute": 29.5, "input": 0.3, "network": 0.2, "processing": 0.0}
+    usual = {"rank": number, "late_ms": 30.0, "step_ms": 120.0, "from_layer": layer, "stands_out": True}
+    return {**usual, "cause": cause, "causes_ms": causes}
+
+
 def view(ranks, layers=(), **more):
-    size = len(ranks)
-    return {"job": "00010203", "size": size, "missing": [], "ended": False, "ranks": ranks, "layers": layers, **more}
+    usual = {"job": "00010203", "size": len(ranks), "missing": [], "ended": False, "late": UNKNOWN}
+    return {**usual, "ranks": ranks, "layers": layers, **more}
 
 
 def text(*arguments, width=140):
@@ -59,19 +73,35 @@ def test_who_is_silent_or_has_ended_says_so():
     assert "x.status cannot be read: no" in shown
 
 
+def test_who_is_late_is_said_as_a_report_says_it():
+    shown = text(view([rank(0), rank(1, late_ms=30.0)], late=judged(late_rank(1))), [], 40, width=200)
+    why = "in compute (+29.5 ms; input +0.3, network +0.2, processing +0.0)"
+    assert f"rank 1 is late by 30.0 ms of 120.0 per step from conv1 on, {why}" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("rank 1 ") and "node1" in line]
+    assert line.rstrip().endswith("late by 30.0 ms")
+    assert "nobody waits for one rank (steps until 1,234 were looked at)" in text(
+        view([rank(0)], late=judged()), [], 40
+    )
+    assert "nothing is known of who is late: the option lateness is off" in text(view([rank(0)]), [], 40)
+    many = text(view([rank(0)], late=judged(*map(late_rank, range(5)))), [], 40, width=200)
+    assert many.count("is late by") == live_table.LATE_MAX and "and 3 more" in many
+
+
 @pytest.mark.parametrize(("ranks", "layers", "height"), [(64, 300, 24), (64, 300, 10), (2, 300, 50), (64, 1, 40)])
 def test_what_is_shown_fits_the_screen_and_the_rest_is_counted(ranks, layers, height):
     many = [rank(number, waited_share=0.9 if number != 50 else 0.1) for number in range(ranks)]
     if ranks > 50:
         many[60] |= {"silent": True, "age_s": 99.0}
-    shown = text(view(many, [layer(f"layer{number}") for number in range(layers)]), [], height)
+        many[61] |= {"late_ms": 30.0}
+    late = judged(late_rank(61)) if ranks > 50 else judged()
+    shown = text(view(many, [layer(f"layer{number}") for number in range(layers)], late=late), [], height)
     lines = shown.splitlines()
     assert len(lines) <= max(height, live_table.AROUND + live_table.RANKS_MIN + live_table.LAYERS_MIN)
-    listed = [line for line in lines if line.startswith("rank ") and "host" not in line]
+    listed = [line for line in lines if line.startswith("rank ") and "node1" in line]
     if len(listed) < ranks:
         assert f"and {ranks - len(listed)} more ranks" in shown
-        assert any(line.startswith("rank 50 ") for line in listed)  # the others wait for it
-        assert any(line.startswith("rank 60 ") for line in listed)
+        for number in (50, 60, 61):  # who waits least, is silent, is late
+            assert any(line.startswith(f"rank {number} ") for line in listed), number
     of_layers = sum(line.startswith("layer") and "waited" not in line for line in lines)
     assert of_layers >= min(layers, live_table.LAYERS_MIN)
     if of_layers < layers:
@@ -80,7 +110,9 @@ def test_what_is_shown_fits_the_screen_and_the_rest_is_counted(ranks, layers, he
 
 def test_names_are_shown_as_they_are_and_are_no_markup():
     hostile = ["[red]x[/red]", "[/]", "a\x1b[31mb\x07", "[link=file:///]y", ":smile:"]
-    shown = text(view([rank(0, host="[bold]h")], [layer(name) for name in hostile]), ["[blink]z"], 40)
+    late = judged(late_rank(0, "[blue]\x1bl[/blue]"))
+    shown = text(view([rank(0, host="[bold]h")], [layer(name) for name in hostile], late=late), ["[blink]z"], 40)
+    assert "[blue]\N{REPLACEMENT CHARACTER}l[/blue]" in shown
     for name in ("[red]x[/red]", "[/]", "a\N{REPLACEMENT CHARACTER}[31mb", "[link=file:///]y", ":smile:", "[bold]h"):
         assert name in shown, name
     assert "[blink]z" in shown and "\x1b" not in shown and "\x07" not in shown
@@ -123,6 +155,8 @@ def test_a_job_that_was_told_where_is_shown(tmp_path, capsys):
     assert found["ended"] and found["missing"] == [] and [one["steps"] for one in found["ranks"]] == [30, 30]
     assert all(one["ended"] == "the job has ended" and not one["silent"] for one in found["ranks"])
     assert {"0", "1"} <= {one["layer"] for one in found["layers"]}
+    # 30 steps are enough for the ranks to have looked at some of them.
+    assert found["late"]["why"] is None and found["late"]["until_step"] >= 20
     assert main(["top", str(tmp_path / "status"), "--once"]) == 0
     shown = capsys.readouterr().out
     assert "0 of 2 ranks running, step 30" in shown and "rank 1" in shown and "\x1b" not in shown

@@ -1,8 +1,8 @@
 """What a rank says of itself while it runs: a file that is written anew once a second, whole at any time.
 
-It holds what `penstock.report` counts, now and some time before, so that whoever reads one file sees rates and needs to
-remember nothing. A thread writes it: training waits for no disk, and a program that hangs is still told of. When its
-rank has ended, or was killed, a file stays: it says so, or grows old.
+It holds what `penstock.report` counts and says of who is late, now and some time before, so that whoever reads one file
+sees rates and needs to remember nothing. A thread writes it: training waits for no disk, and a program that hangs is
+still told of. When its rank has ended, or was killed, a file stays: it says so, or grows old.
 
     {"penstock_status": 1, "job": ..., "rank": 3, ..., "ended": null, "before": {...}, "now": {...}}
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.tracing.moments import moments_of
+from penstock.tracing.moments import known_lateness, moments_of
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -57,14 +57,18 @@ class Reporting(Protocol):
         ...
 
 
-def standing_of(engine: Engine) -> dict[str, Any]:
-    """How a rank stands: what its engine has counted since it began, and how many steps are over. From any thread.
+def standing_of(engine: Engine, options: Options) -> dict[str, Any]:
+    """How a rank stands: what its engine has counted since it began, how many steps are over, and who is late.
+
+    From any thread.
 
     Returns:
-        `penstock._native.Report`, with ``steps``, ``time_s`` (the time of day) and ``clock_s`` (which runs evenly).
+        `penstock._native.Report`, with ``late`` as `penstock.report` has it, ``steps``, ``time_s`` (the time of day)
+        and ``clock_s`` (which runs evenly).
     """
     return {
         **engine.report(),
+        **known_lateness(engine, options),
         "steps": moments_of(engine).steps,
         "time_s": time.time(),
         "clock_s": time.monotonic(),
@@ -98,6 +102,7 @@ class StatusFile:
         self.path = directory / f"{name.replace(' ', '-')}.{job.job_id.hex()[:8]}{SUFFIX}"
         self._under_way = self.path.with_name(f".{self.path.name}.tmp")
         self._engine: Engine = job.engine
+        self._options = options
         self._about = {
             "penstock_status": FORMAT,
             "job": job.job_id.hex(),
@@ -137,7 +142,7 @@ class StatusFile:
                     _log.warning("penstock: %s cannot be written: %s", self.path, error)
 
     def _write(self, ended: str | None) -> None:
-        now = standing_of(self._engine)
+        now = standing_of(self._engine, self._options)
         text = json.dumps(now)
         before = self._before(now)
         self._samples.append((now["clock_s"], now["steps"], text))

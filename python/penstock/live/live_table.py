@@ -10,18 +10,21 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.account import printable, shortened
+from penstock.account import lateness_lines, printable, shortened
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
 __all__ = ["GET_RICH", "require_rich", "tables", "waiting"]
 
 GET_RICH = "penstock top takes Rich, which is missing: pip install 'penstock[top]'; or ask for --json"
-AROUND = 9
-"""Lines of a screen that are neither of a rank nor of a layer."""
+AROUND = 8
+"""Lines of a screen that are neither of a rank nor of a layer, nor say who is late."""
+LATE_MAX, LATE_LINES = 2, 2
+"""So many that are late are said why, on so many lines each."""
 RANKS_MIN, LAYERS_MIN = 4, 3
 REASON_WIDTH, HOST_WIDTH = 40, 24
 
@@ -58,7 +61,8 @@ def tables(view: Mapping[str, Any], unread: Sequence[str], height: int) -> Group
     from rich.console import Group
     from rich.text import Text
 
-    room = max(RANKS_MIN + LAYERS_MIN, height - AROUND - len(unread))
+    late = _late_lines(view["late"])
+    room = max(RANKS_MIN + LAYERS_MIN, height - AROUND - len(unread) - LATE_LINES * len(late))
     of_layers = max(LAYERS_MIN, room - max(RANKS_MIN, min(len(view["ranks"]), (2 * room) // 3)))
     ranks, left_out = _shown(view["ranks"], room - of_layers)
     layers = view["layers"][:of_layers]
@@ -70,7 +74,7 @@ def tables(view: Mapping[str, Any], unread: Sequence[str], height: int) -> Group
     parts: list[Any] = [Text(f"{heading}   {time.strftime('%H:%M:%S')}", style="bold"), _rank_table(ranks)]
     if left_out:
         parts.append(Text(f"and {left_out} more ranks, of which nothing stands out", style="dim"))
-    parts.append(Text("who waits least is whom the others wait for", style="dim"))
+    parts += late
     if layers:
         parts.append(_layer_table(layers, {one["rank"]: one["name"] for one in view["ranks"]}))
         if len(view["layers"]) > len(layers):
@@ -79,14 +83,28 @@ def tables(view: Mapping[str, Any], unread: Sequence[str], height: int) -> Group
     return Group(*parts)
 
 
+def _late_lines(late: Mapping[str, Any]) -> list[Text]:
+    """Who is late and why, in the words of a report; or why nobody knows."""
+    from rich.text import Text
+
+    lines = lateness_lines(late)
+    if not late["ranks"]:
+        lines = lines or [f"nothing is known of who is late: {late['why']}"]
+        return [Text(printable(line), style="dim") for line in lines]
+    if len(lines) > LATE_MAX:
+        lines[LATE_MAX:] = [f"and {len(lines) - LATE_MAX} more"]
+    return [Text(printable(line), style="red") for line in lines]
+
+
 def _shown(ranks: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], int]:
-    """Those that are silent or have ended, then those that wait least; in the order of ranks. And how many are not."""
+    """Those that are silent, late or have ended, then those that wait least, by rank; and how many are left out."""
 
-    def dull(one: Mapping[str, Any]) -> tuple[bool, float, int]:
+    def place(one: Mapping[str, Any]) -> tuple[bool, float, int]:
         share = one["waited_share"]
-        return not one["silent"] and one["ended"] is None, 1.0 if share is None else share, one["rank"]
+        dull = not one["silent"] and one["ended"] is None and one["late_ms"] is None
+        return dull, 1.0 if share is None else share, one["rank"]
 
-    chosen = sorted(ranks, key=dull)[:most]
+    chosen = sorted(ranks, key=place)[:most]
     return sorted(chosen, key=lambda one: int(one["rank"])), len(ranks) - len(chosen)
 
 
@@ -106,6 +124,8 @@ def _rank_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
             state, style = f"ended: {shortened(printable(one['ended']), REASON_WIDTH)}", "dim"
         elif one["silent"]:
             state, style = f"silent for {one['age_s']:.0f} s", "bold red"
+        elif one["late_ms"] is not None:
+            state, style = f"late by {one['late_ms']:.1f} ms", "red"
         cells = (
             printable(one["name"]),
             shortened(printable(one["host"]), HOST_WIDTH),

@@ -1,6 +1,7 @@
 """What the status files of a job's ranks say together: how fast each is, what it waits for, and which layers cost most.
 
-Pure but for reading the files. Rates are over the time between the two samples that each file holds, some 10 s.
+Pure but for reading the files. Rates are over the time between the two samples that each file holds, some 10 s. Who is
+late is nothing that follows from them: ranks have found that out together, and say it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.live.live_status import EVERY_S, FORMAT, SUFFIX
+from penstock.tracing.late import sentence
 
 __all__ = ["SILENT_AFTER_S", "RankStatus", "read_all", "view_of"]
 
@@ -77,7 +79,7 @@ def read_all(directory: Path, job: str | None = None) -> tuple[list[RankStatus],
             found = _read(path)
         except FileNotFoundError:
             continue  # somebody tidies up
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             unread.append(f"{path.name} cannot be read: {error}")
             continue
         if job is None or found.job.startswith(job):
@@ -98,6 +100,7 @@ def _read(path: Path) -> RankStatus:
         numbers += [layer[name] for layer in layers for name in ("stall_s", "bytes_sent")]
         if not all(math.isfinite(float(number)) for number in numbers):
             raise ValueError("it says a number that cannot be")
+    _check_late(said["now"]["late"])
     ended = None if said["ended"] is None else str(said["ended"])
     return RankStatus(
         int(said["rank"]),
@@ -111,6 +114,18 @@ def _read(path: Path) -> RankStatus:
     )
 
 
+def _check_late(late: Mapping[str, Any]) -> None:
+    """Refuse what nobody could show."""
+    judged, until, _ = late["judged_steps"], late["until_step"], late["why"]
+    if not isinstance(late["ranks"], list) or not isinstance(judged, int) or (judged and not isinstance(until, int)):
+        raise ValueError("what it says of who is late cannot be")
+    for one in late["ranks"]:
+        numbers = (one["rank"], one["late_ms"], one["step_ms"], *dict(one["causes_ms"]).values())
+        if not all(math.isfinite(float(number)) for number in numbers):
+            raise ValueError("it says a number that cannot be")
+        sentence(one, "")
+
+
 def view_of(ranks: Sequence[RankStatus], time_s: float) -> dict[str, Any]:
     """What is shown of them.
 
@@ -120,11 +135,14 @@ def view_of(ranks: Sequence[RankStatus], time_s: float) -> dict[str, Any]:
 
     Returns:
         ``job``, ``size``, ``missing`` ranks; ``ranks``: of each steps, milliseconds of a step, Mbit/s, the share of the
-        time that its program waited, the share of the time with something in flight that was hidden, and for how long
-        nothing was heard of it; ``layers``, those first that were waited for longest: shares of the time and Mbit/s,
+        time that its program waited, the share of the time with something in flight that was hidden, by how many
+        milliseconds it is late if it stands out, and for how long nothing was heard of it; ``late`` as
+        `penstock.report` has it; ``layers``, those first that were waited for longest: shares of the time and Mbit/s,
         means of the ranks. What is not known yet is None.
     """
-    shown = [_of_rank(one, time_s) for one in ranks]
+    late = _latest(ranks, time_s)
+    late_ms = {one["rank"]: one["late_ms"] for one in late["ranks"]}
+    shown = [{**_of_rank(one, time_s), "late_ms": late_ms.get(one.rank)} for one in ranks]
     size = max(one.size for one in ranks)
     here = {one.rank for one in ranks}
     return {
@@ -133,6 +151,7 @@ def view_of(ranks: Sequence[RankStatus], time_s: float) -> dict[str, Any]:
         "missing": [rank for rank in range(size) if rank not in here],
         "ended": all(one.ended is not None for one in ranks),
         "ranks": shown,
+        "late": late,
         "layers": _layers(ranks),
     }
 
@@ -152,9 +171,23 @@ def _of_rank(one: RankStatus, time_s: float) -> dict[str, Any]:
         "waited_share": one.since("stall_s") / seconds if seconds > 0 else None,
         "hidden_share": 1.0 - one.since("busy_stalled_s") / busy_s if busy_s > 0 else None,
         "age_s": age_s,
-        "silent": one.ended is None and age_s > SILENT_AFTER_S,
+        "silent": _is_silent(one, time_s),
         "ended": one.ended,
     }
+
+
+def _is_silent(one: RankStatus, time_s: float) -> bool:
+    return one.ended is None and time_s - float(one.now["time_s"]) > SILENT_AFTER_S
+
+
+def _latest(ranks: Sequence[RankStatus], time_s: float) -> Mapping[str, Any]:
+    """Who is late, as was found last: all ranks find the same, but do not write at the same moment.
+
+    Who has ended, or is silent, does not know it any more, unless all are so.
+    """
+    heard = [one for one in ranks if one.ended is None and not _is_silent(one, time_s)] or ranks
+    said: list[Mapping[str, Any]] = [one.now["late"] for one in heard]
+    return max(said, key=lambda late: int(late["until_step"]) if late["judged_steps"] else -1)
 
 
 def _mbit(one: RankStatus, way: str) -> float | None:

@@ -116,7 +116,8 @@ class LateWatch:
 
     def said(self) -> dict[str, Any]:
         """See `penstock.tracing.moments.StepJudge`."""
-        return {"late": {**self._found, "ranks": [*self._found["ranks"]]}}
+        found = self._found  # the program's thread may find something else meanwhile
+        return {"late": {**found, "ranks": [*found["ranks"]]}}
 
     # Steps. All ranks do the same at the same ones.
 

@@ -16,8 +16,19 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.config import Options
 
-__all__ = ["MOMENTS", "NO_LAYER", "Moments", "StepJudge", "coded", "decoded", "forget_moments", "moments_of"]
+__all__ = [
+    "MOMENTS",
+    "NO_LAYER",
+    "Moments",
+    "StepJudge",
+    "coded",
+    "decoded",
+    "forget_moments",
+    "known_lateness",
+    "moments_of",
+]
 
 MOMENTS: Final = (
     "forward",  # a module's forward begins; it waits for nothing any more
@@ -66,7 +77,7 @@ class StepJudge(Protocol):
         """A backward begins whose gradients, of this book, are to be synchronised."""
 
     def said(self) -> dict[str, Any]:
-        """What it has found last, for a report."""
+        """What it has found last, for a report. From any thread."""
         ...
 
     def stop(self) -> None:
@@ -184,3 +195,27 @@ def moments_of(engine: Engine) -> Moments:
 def forget_moments(engine: Engine) -> None:
     """The engine is shut down."""
     _by_engine.pop(id(engine), None)
+
+
+def known_lateness(engine: Engine, options: Options) -> dict[str, Any]:
+    """Who is late in the running job, as its judge has found it last, or why nothing is known. From any thread.
+
+    Args:
+        engine: Of the job.
+        options: Of this rank.
+
+    Returns:
+        ``late``, as `penstock.report` has it.
+    """
+    judge = moments_of(engine).judge
+    if judge is not None:
+        return judge.said()
+    if options.role == "server":
+        why = "a server trains nothing"
+    elif options.world_size == 1:
+        why = "a job of one process, in which nobody waits for others"
+    elif not options.lateness:
+        why = "the option lateness is off"
+    else:
+        why = "no model in main memory is trained by steps in which all ranks wait for each other"
+    return {"late": {"ranks": [], "judged_steps": 0, "until_step": None, "why": why}}
