@@ -145,6 +145,15 @@ def test_who_is_late_is_what_merging_says(tmp_path):
     assert statistics.median(one["step_ms"] for one in found["steps"]) == made.step_ns(4, 30) / MS
 
 
+def test_layers_of_which_nothing_travels_are_not_in_predictions(tmp_path):
+    made_of = Made(2, 4, STEPS)
+    names = [f"layer{number}" for number in range(4)]
+    whole = find(read_all(made_of.write(tmp_path / "whole", names), RECORD))["prediction"]
+    frozen = find(read_all(made_of.write(tmp_path / "frozen", [*names, "frozen"]), RECORD))["prediction"]
+    assert whole["why_not"] is None and whole["predicted_bytes"] == 4 * NBYTES
+    assert frozen == whole
+
+
 def test_a_job_that_says_nothing_of_its_start_or_costs_has_all_the_rest(tmp_path):
     found = find(read_all(Made(2, 3, STEPS).write(tmp_path, start=None, cost=False), RECORD))
     assert "do not say what the cost model" in found["prediction"]["why_not"]

@@ -15,7 +15,7 @@ import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.prediction import ModelCost
@@ -362,7 +362,8 @@ def _prediction(
         return {"why_not": "training is asynchronous: no step waits for the others' gradients"}
     if book not in costs:
         return {"why_not": "these traces do not say what the cost model knows of the layers"}
-    computed = {rank: _computed(merged, rank, of_rank, book, costs[book]) for rank, of_rank in of_ranks.items()}
+    cost = _of_what_travels(merged, book, costs[book], traffic)
+    computed = {rank: _computed(merged, rank, of_rank, book, cost) for rank, of_rank in of_ranks.items()}
     slowest = max(computed, key=lambda rank: (sum(f + b for _, f, b in computed[rank]), -rank))
     if not any(backward_s > 0.0 for _, _, backward_s in computed[slowest]):
         return {"why_not": "no backward of a layer is in these traces"}
@@ -372,11 +373,17 @@ def _prediction(
         "why_not": None,
         "book": merged.called.book(book),
         "slowest": slowest,
-        "times": asdict(costs[book].step_times(computed[slowest])),
+        "times": asdict(cost.step_times(computed[slowest])),
         "measured_s": statistics.median(medians) / 1e9,
-        "predicted_bytes": sum(layer.direction_bytes for layer in costs[book].layers),
+        "predicted_bytes": sum(layer.direction_bytes for layer in cost.layers),
         "direction_bytes": traffic.busiest(counted),
     }
+
+
+def _of_what_travels(merged: Merged, book: int, cost: ModelCost, traffic: _LayerBytes) -> ModelCost:
+    """Without layers of which nothing was sent in these steps, as frozen ones: the cost model has all of the model."""
+    sent = {merged.called.layer(*key) for key, nbytes in traffic.sent.items() if key[0] == book and nbytes}
+    return replace(cost, layers=tuple(layer for layer in cost.layers if layer.name in sent)) if sent else cost
 
 
 def _computed(
