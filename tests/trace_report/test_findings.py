@@ -59,6 +59,24 @@ def test_steps_are_made_of_their_parts(found):
         assert sum(one["parts_ms"].values()) == pytest.approx(one["step_ms"])
 
 
+def test_parts_of_usual_steps_add_up_though_steps_differ(tmp_path):
+    """Of two parts one is longer in some steps and the other in others; and a step is the longest by far."""
+    job = Made(2, 3, 8)
+    longer_ms = [0, 9, 1, 7, 2, 5, 400, 3]
+    for rank, moments in job.moments.items():
+        each, moved, before = len(moments) // 8, [], 0
+        for number, more in enumerate(longer_ms):
+            *first, last = moments[number * each : (number + 1) * each]
+            in_input = more if number % 3 else 0
+            moved += [(at + (before + in_input) * MS, coded) for at, coded in first]
+            before += more
+            moved.append((last[0] + before * MS, last[1]))
+        job.moments[rank] = moved
+    for one in find(read_all(job.write(tmp_path), RECORD))["steps"]:
+        assert sum(one["parts_ms"].values()) == pytest.approx(one["step_ms"])
+        assert one["step_ms"] == pytest.approx(made.step_ns(3) / MS + statistics.fmean(sorted(longer_ms)[2:6]))
+
+
 def test_of_what_was_in_flight_all_is_said_under_what_it_was_hidden(found):
     assert [one["rank"] for one in found["hidden"]] == list(range(RANKS))
     for one in found["hidden"]:
@@ -165,7 +183,7 @@ def test_a_job_that_says_nothing_of_its_start_or_costs_has_all_the_rest(tmp_path
 def test_the_start_says_what_ranks_have_alike_and_who_differs(tmp_path):
     Made(3, 2, 3).write(tmp_path, hosts=2, start=made.START | {"cores": 8})
     said = {one["what"]: one["values"] for one in find(read_all(tmp_path, RECORD))["start"]}
-    assert said["launcher"] == [{"value": "torchrun", "ranks": [0, 1, 2]}]
+    assert said["launcher"] == [{"value": "torchrun, or penstock run", "ranks": [0, 1, 2]}]
     assert said["met at"][0]["value"] == "tcp://10.0.0.1:29500 (torchrun's MASTER_ADDR)"
     assert said["option lanes"][0]["value"] == "2 (environment variable PENSTOCK_LANES)"
     assert said["line rate"][0]["value"] == "1,000 Mbit/s (measured)"

@@ -76,7 +76,7 @@ def test_the_cost_model_and_the_start_are_in_the_traces(whole):
     # Of two ranks each sends half of the gradients and half of the averages, give or take a slice.
     assert prediction["direction_bytes"] == pytest.approx(prediction["predicted_bytes"], rel=0.25)
     said = {one["what"]: [value["value"] for value in one["values"]] for one in found["start"]}
-    assert said["launcher"] == ["torchrun"] and said["program"] == ["traced_worker.py"]
+    assert said["launcher"] == ["torchrun, or penstock run"] and said["program"] == ["traced_worker.py"]
     assert said["option trace_steps"] == ["1000 (argument trace_steps)"]
     assert said["option secret"] == ["given (environment variable PENSTOCK_SECRET)"]
     text = render(found)

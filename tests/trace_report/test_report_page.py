@@ -13,7 +13,7 @@ from penstock.account import size
 from penstock.cli import main
 from penstock.trace_report import figures
 from penstock.trace_report.findings import HIDDEN, PARTS, find
-from penstock.trace_report.page import LAYERS_SHOWN, milliseconds, ranks_text, render, signed
+from penstock.trace_report.page import LAYERS_SHOWN, RANKS_SHOWN, milliseconds, ranks_text, render, signed
 from penstock.tracing.merging import read_all
 from penstock.tracing.trace_command import late_lines
 
@@ -55,7 +55,7 @@ def test_the_numbers_of_the_page_are_those_that_were_found(late):
         for one in found["hidden"]
     ]
     assert of_table(page, "t-late") == [
-        [names[one["rank"]], milliseconds(one["late_ms"]), milliseconds(one["step_ms"])]
+        [names[one["rank"]], signed(one["late_ms"]), milliseconds(one["step_ms"])]
         + [signed(took) for took in one["causes_ms"].values()]
         + [one["from_layer"] or ""]
         for one in found["late"]
@@ -153,8 +153,29 @@ def test_any_number_of_ranks_and_layers_makes_a_page(ranks, layers, tmp_path):
     more = of_table(page, "t-more-layers") if layers > LAYERS_SHOWN else []
     assert len(of_table(page, "t-layers")) + len(more) == layers
     assert len(text) < 4_000_000
+    assert (f"all {ranks} ranks" in page.text) == (ranks > RANKS_SHOWN)
     if ranks > figures.ROWS_MAX:  # a map, and not a path for each rank and moment
         assert "data:image/png;base64," in text
+
+
+def test_a_map_names_its_ranks_also_where_a_trace_is_missing(tmp_path):
+    Made(12, 3, 5).write(tmp_path)
+    (tmp_path / "rank-0.abababab-1.trace").unlink()
+    picture = figures.draw(find(read_all(tmp_path, RECORD)))["network"]
+    assert "rank 1<" in picture and "rank 11<" in picture and "rank 0<" not in picture
+
+
+def test_a_line_rate_is_drawn_where_what_is_sent_comes_near_it(tmp_path):
+    found = find(read_all(Made(2, 3, 5).write(tmp_path, hosts=2), RECORD))
+    network = found["network"]
+    most = max(max(of_rank) for of_rank in network["sent_bytes"].values()) / network["bin_s"]
+
+    def dashed(line):
+        picture = figures.draw({**found, "network": {**network, "line_bytes_per_s": line}})["network"]
+        return picture.count("stroke-dasharray")
+
+    assert dashed(1.1 * most) == 4  # both ways of two ranks
+    assert dashed(100 * most) == dashed(None) == 0
 
 
 def test_of_a_job_without_steps_or_frames_there_is_a_page_that_says_so(tmp_path):
@@ -244,6 +265,8 @@ def test_a_missing_library_is_named_with_the_way_to_get_it(module, named, tmp_pa
 
 
 def test_numbers_are_written_as_they_are_read():
-    assert [milliseconds(value) for value in (0.01234, 1.234, 12.34, 1234.5)] == ["0.012", "1.23", "12.3", "1234.5"]
+    assert [milliseconds(value) for value in (0.0, 0.01234, 1.234, 12.34, 1234.5)] == [
+        *("0", "0.012", "1.23", "12.3", "1234.5")
+    ]
     assert ranks_text([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
     assert ranks_text([4]) == "rank 4"

@@ -26,6 +26,10 @@ ROWS_MAX = 8
 WIDTH, ROW_HEIGHT, BAR_HEIGHT, BEYOND = 10.0, 1.0, 0.22, 1.1
 """Inches: of a picture, of a rank's row, of a bar, of what stands around."""
 BARS_HEIGHT_MAX = 16.0
+LINES_NAMED = 12
+"""Of a map, at most."""
+LINE_SHOWN = 3.0
+"""A line rate that is so many times what is sent is not drawn: nobody would see what is sent."""
 NAME_OF_RANK = re.compile(r"(rank|server) \d{1,6}")
 COLOURS = {
     "input": "#8c8c8c",
@@ -42,6 +46,8 @@ WRITTEN: dict[str, Any] = {
     "svg.hashsalt": "penstock",
     "font.family": ["sans-serif"],
     "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
 }
 """Text stays text, and the same numbers give the same picture."""
 SAYS_NOTHING: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -113,9 +119,12 @@ def _network(network: Mapping[str, Any], names: Mapping[int, str]) -> Figure:
     }
     line = network["line_bytes_per_s"] if network["between_hosts"] else None
     line_mbit = None if line is None else line * 8 / 1e6
+    most = max((rate for way in rates.values() for of_rank in way.values() for rate in of_rank), default=0.0)
+    if line_mbit is not None and line_mbit > LINE_SHOWN * most:
+        line_mbit = None
     if len(names) <= ROWS_MAX:
         return _network_in_rows(network["bin_s"], rates, names, line_mbit)
-    return _network_as_map(network["bin_s"], rates, names)
+    return _network_as_map(network["bin_s"], rates, names, most or 1.0)
 
 
 def _network_in_rows(
@@ -143,12 +152,14 @@ def _network_in_rows(
 
 
 def _network_as_map(
-    bin_s: float, rates: Mapping[str, Mapping[int, Sequence[float]]], names: Mapping[int, str]
+    bin_s: float, rates: Mapping[str, Mapping[int, Sequence[float]]], names: Mapping[int, str], most: float
 ) -> Figure:
     """Time to the right, a line for each rank, the darker the more."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure(2 * BEYOND + min(BARS_HEIGHT_MAX, 2 * 0.06 * len(names) + 2.0))
     both = figure.subplots(2, 1, sharex=True)
-    most = max((rate for way in rates.values() for of_rank in way.values() for rate in of_rank), default=0.0) or 1.0
+    in_order = list(names.values())
     image = None
     for axes, (way, by_rank) in zip(both, rates.items(), strict=True):
         table = [by_rank[rank] for rank in names]
@@ -156,10 +167,15 @@ def _network_as_map(
         image = axes.imshow(
             table, aspect="auto", extent=extent, vmin=0.0, vmax=most, cmap="Blues", interpolation="nearest"
         )
-        axes.set(ylabel="rank", title=way)
+        axes.set_title(way, fontsize="medium")
+        # Numbers of lines are not those of ranks where a trace is missing.
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=LINES_NAMED, integer=True))
+        axes.yaxis.set_major_formatter(
+            lambda line, _: in_order[round(line)] if 0 <= round(line) < len(in_order) else ""
+        )
     both[-1].set_xlabel("seconds")
     assert image is not None  # there are two
-    figure.colorbar(image, ax=list(both), label="Mbit/s")
+    figure.colorbar(image, ax=list(both), label="Mbit/s", aspect=40, pad=0.01)
     return figure
 
 
@@ -197,7 +213,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 def _steps(steps: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> Figure:
     figure, axes = _bars_figure(len(steps))
     _bars(axes, [(names[one["rank"]], one["parts_ms"]) for one in steps], PARTS, {})
-    axes.set_xlabel("milliseconds of a step, medians")
+    axes.set_xlabel("milliseconds of a step")
     _legend(figure, axes)
     return figure
 

@@ -31,6 +31,8 @@ PARTS = ("input", "forward", "backward", "update", "wait", "other")
 """What a step is made of; they add up to it. Waits and updates are no part of the phase that they lie in."""
 HIDDEN = ("backward", "forward", "other", "waited")
 """What a program does while something of its is in flight."""
+LAUNCHERS = {"torchrun": "torchrun, or penstock run"}
+"""Those that start workers with the same variables cannot be told apart."""
 PHASES = ("input", "forward", "backward", "between", "step")
 
 TimeSpan = tuple[int, int]
@@ -50,7 +52,7 @@ def find(merged: Merged) -> dict[str, Any]:
         What `penstock.tracing.merging.merge` says, and:
 
         - ``job``, ``seconds`` from the first moment of all to the last, ``lost`` records and moments;
-        - ``steps``: by rank the median of its steps, and of their `PARTS`, in milliseconds;
+        - ``steps``: by rank how many, and how long its usual steps and their `PARTS` take, in milliseconds;
         - ``network``: by rank bytes sent and received in each of so many seconds, and the line rate;
         - ``hidden``: by rank, of the time with something in flight the shares of `HIDDEN`;
         - ``layers``: those whose gradients or parameters travelled, the ones first that were waited for longest;
@@ -67,7 +69,7 @@ def find(merged: Merged) -> dict[str, Any]:
         "job": f"{first.header['job'][:8]}-{first.header['number']}",
         "seconds": (_last_ns(merged) - merged.zero_ns()) / 1e9,
         "lost": sum(trace.lost + trace.dropped for trace in merged.traces.values()),
-        "steps": [one | _median_step(steps[one["rank"]]) for one in ranks if steps[one["rank"]]],
+        "steps": [one | _usual_step(steps[one["rank"]]) for one in ranks if steps[one["rank"]]],
         "network": _network(merged),
         "hidden": [one | hidden for one in ranks if (hidden := _hidden(merged, one["rank"])) is not None],
         "layers": _layers(merged, traffic, rounds, costs),
@@ -173,11 +175,18 @@ def _steps_of(activities: Activities) -> list[tuple[TracedStep, dict[str, int]]]
     return found
 
 
-def _median_step(steps: Sequence[tuple[TracedStep, Mapping[str, int]]]) -> dict[str, Any]:
+def _usual_step(steps: Sequence[tuple[TracedStep, Mapping[str, int]]]) -> dict[str, Any]:
+    """Means of the usual steps: without the quarter that is shortest and the one that is longest.
+
+    Medians of the parts would not add up to that of the step.
+    """
+    by_length = sorted(steps, key=lambda one: one[0].end_ns - one[0].begin_ns)
+    outside = len(steps) // 4
+    usual = by_length[outside : len(steps) - outside]
     return {
         "steps": len(steps),
-        "step_ms": statistics.median(step.end_ns - step.begin_ns for step, _ in steps) / 1e6,
-        "parts_ms": {part: statistics.median(took[part] for _, took in steps) / 1e6 for part in PARTS},
+        "step_ms": statistics.fmean(step.end_ns - step.begin_ns for step, _ in usual) / 1e6,
+        "parts_ms": {part: statistics.fmean(took[part] for _, took in usual) / 1e6 for part in PARTS},
     }
 
 
@@ -454,7 +463,7 @@ def _started(header: Mapping[str, Any]) -> dict[str, str]:
     met = start.get("met_at")
     said |= {
         "program": str(start.get("program")),
-        "launcher": str(start.get("launcher")),
+        "launcher": LAUNCHERS.get(str(start.get("launcher")), str(start.get("launcher"))),
         "met at": f"{met[0]} ({met[1]})" if isinstance(met, list) and len(met) == 2 else "no place",
         "Python": str(start.get("python")),
         "PyTorch": str(start.get("torch")),

@@ -23,6 +23,8 @@ GET_JINJA = "the page is made by Jinja, which is missing: pip install 'penstock[
 TEMPLATE = "page.html"
 LAYERS_SHOWN = 20
 """More are there on request."""
+RANKS_SHOWN = 16
+"""A table of more ranks is there on request; pictures have them all."""
 SECTIONS = (
     ("late", "who is late"),
     ("steps", "steps"),
@@ -71,14 +73,15 @@ def render(found: Mapping[str, Any]) -> str:
         parts=PARTS,
         hidden_names=HIDDEN,
         shown_layers=LAYERS_SHOWN,
+        shown_ranks=RANKS_SHOWN,
         sections=SECTIONS,
         version=installed_version(),
     )
 
 
 def milliseconds(value: float) -> str:
-    """To a tenth; what is shorter to a hundredth, or a thousandth."""
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+    """To a tenth; what is shorter to a hundredth, or a thousandth. Nothing at all is 0."""
+    return "0" if value == 0 else f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def signed(value: float) -> str:
