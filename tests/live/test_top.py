@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ def view(ranks, layers=(), **more):
 
 def text(*arguments, width=140):
     console = rich_console.Console(width=width, file=io.StringIO(), record=True)
-    console.print(live_table.tables(*arguments))
+    console.print(live_table.tables(*arguments, width))
     return console.export_text()
 
 
@@ -60,9 +61,40 @@ def line_of(shown, name):
 
 def test_a_rank_s_line_has_all_that_is_known_of_it():
     shown = text(view([rank(0), rank(1, step_ms=None, sent_mbit=None, waited_share=None, hidden_share=None)]), [], 40)
-    assert line_of(shown, "rank 0") == ["rank", "0", "node1", "40", "123.5", "ms", "940.1", "12.0", "50.0%", "75.0%"]
-    assert line_of(shown, "rank 1") == ["rank", "1", "node1", "40", "-", "-", "12.0", "-", "-"]
-    assert "job 00010203: 2 of 2 ranks running, step 40" in shown
+    assert line_of(shown, "rank 0") == ["rank", "0", "40", "123.5", "ms", "940.1", "12.0", "50.0%", "75.0%"]
+    assert line_of(shown, "rank 1") == ["rank", "1", "40", "-", "-", "12.0", "-", "-"]
+    assert "job 00010203: 2 of 2 ranks running on node1, step 40" in shown
+
+
+def test_of_several_hosts_each_line_says_which():
+    shown = text(view([rank(0), rank(1, host="node2")]), [], 40)
+    assert line_of(shown, "rank 1")[:4] == ["rank", "1", "node2", "40"]
+    assert "2 of 2 ranks running, step 40" in shown
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_eighty_columns_are_enough(hosts):
+    """For numbers, for who is late and by how much, and for a line each, whatever names are like."""
+    names = [f"compute-node-{number}.cluster.example" for number in range(hosts)]
+    ranks = [rank(number, host=names[number % hosts], steps=1_234_567, step_ms=1234.5) for number in range(12)]
+    ranks[11] |= {"late_ms": 123.4, "sent_mbit": 12345.6, "received_mbit": 12345.6}
+    ranks[10] |= {"ended": "PeerLost: rank 3 was lost, and nobody knows where it has gone to"}
+    layers = [layer("stages.3.blocks.11.attention.query_key_value", book="discriminator.gradients", waits_most=11)]
+    lines = text(view(ranks, layers), [], 24, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    (late,) = [line for line in lines if line.startswith("rank 11 ")]
+    for number in ("1,234,567", "1,234.5 ms", "12,345.6", "50.0%", "75.0%", "late by 123.4 ms"):
+        assert number in late, lines
+    (ended,) = [line for line in lines if line.startswith("rank 10 ")]
+    assert "ended: Peer" in ended
+    (of_layer,) = [line for line in lines if line.startswith("stages.")]
+    assert "25.0%" in of_layer and "rank 11" in of_layer and " 5.0 " in of_layer
+
+
+def test_layers_of_which_nothing_would_be_seen_are_left_out():
+    still = layer("parameters", waited_share=0.0, sent_mbit=0.0)
+    shown = text(view([rank(0)], [layer("conv1"), layer("conv2", waited_share=0.0), still]), [], 40)
+    assert "conv1" in shown and "conv2" in shown and "parameters" not in shown and "more layers" not in shown
 
 
 def test_who_is_silent_or_has_ended_says_so():
@@ -77,7 +109,7 @@ def test_who_is_late_is_said_as_a_report_says_it():
     shown = text(view([rank(0), rank(1, late_ms=30.0)], late=judged(late_rank(1))), [], 40, width=200)
     why = "in compute (+29.5 ms; input +0.3, network +0.2, processing +0.0)"
     assert f"rank 1 is late by 30.0 ms of 120.0 per step from conv1 on, {why}" in shown
-    (line,) = [line for line in shown.splitlines() if line.startswith("rank 1 ") and "node1" in line]
+    (line,) = [line for line in shown.splitlines() if line.startswith("rank 1 ") and "75.0%" in line]
     assert line.rstrip().endswith("late by 30.0 ms")
     assert "nobody waits for one rank (steps until 1,234 were looked at)" in text(
         view([rank(0)], late=judged()), [], 40
@@ -92,12 +124,12 @@ def test_what_is_shown_fits_the_screen_and_the_rest_is_counted(ranks, layers, he
     many = [rank(number, waited_share=0.9 if number != 50 else 0.1) for number in range(ranks)]
     if ranks > 50:
         many[60] |= {"silent": True, "age_s": 99.0}
-        many[61] |= {"late_ms": 30.0}
+        many[61] |= {"late_ms": 30.0, "host": "node2"}
     late = judged(late_rank(61)) if ranks > 50 else judged()
     shown = text(view(many, [layer(f"layer{number}") for number in range(layers)], late=late), [], height)
     lines = shown.splitlines()
     assert len(lines) <= max(height, live_table.AROUND + live_table.RANKS_MIN + live_table.LAYERS_MIN)
-    listed = [line for line in lines if line.startswith("rank ") and "node1" in line]
+    listed = [line for line in lines if line.startswith("rank ") and "75.0%" in line]
     if len(listed) < ranks:
         assert f"and {ranks - len(listed)} more ranks" in shown
         for number in (50, 60, 61):  # who waits least, is silent, is late
@@ -111,7 +143,9 @@ def test_what_is_shown_fits_the_screen_and_the_rest_is_counted(ranks, layers, he
 def test_names_are_shown_as_they_are_and_are_no_markup():
     hostile = ["[red]x[/red]", "[/]", "a\x1b[31mb\x07", "[link=file:///]y", ":smile:"]
     late = judged(late_rank(0, "[blue]\x1bl[/blue]"))
-    shown = text(view([rank(0, host="[bold]h")], [layer(name) for name in hostile], late=late), ["[blink]z"], 40)
+    shown = text(
+        view([rank(0, host="[bold]h"), rank(1)], [layer(name) for name in hostile], late=late), ["[blink]z"], 40
+    )
     assert "[blue]\N{REPLACEMENT CHARACTER}l[/blue]" in shown
     for name in ("[red]x[/red]", "[/]", "a\N{REPLACEMENT CHARACTER}[31mb", "[link=file:///]y", ":smile:", "[bold]h"):
         assert name in shown, name
@@ -159,7 +193,7 @@ def test_a_job_that_was_told_where_is_shown(tmp_path, capsys):
     assert found["late"]["why"] is None and found["late"]["until_step"] >= 20
     assert main(["top", str(tmp_path / "status"), "--once"]) == 0
     shown = capsys.readouterr().out
-    assert "0 of 2 ranks running, step 30" in shown and "rank 1" in shown and "\x1b" not in shown
+    assert re.search(r"0 of 2 ranks running on \S+, step 30", shown) and "rank 1" in shown and "\x1b" not in shown
 
 
 @pytest.mark.slow

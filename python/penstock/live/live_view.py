@@ -216,7 +216,7 @@ def _layers(ranks: Sequence[RankStatus]) -> list[dict[str, Any]]:
         }
         for (book, layer), by_rank in waited.items()
     ]
-    return sorted(layers, key=lambda one: (-one["waited_share"], -one["sent_mbit"]))
+    return sorted(layers, key=lambda one: (-round(one["waited_share"], 3), -one["sent_mbit"]))
 
 
 def _by_layer(sample: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:

@@ -6,10 +6,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.command_line import add_json, fail, positive, print_json
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["add_to"]
 
@@ -89,10 +92,10 @@ def _show(options: argparse.Namespace) -> int:
 
     console = Console(file=sys.stdout)
     if not console.is_terminal:
-        console = Console(file=sys.stdout, width=PRINTED_COLUMNS)
+        console = Console(file=sys.stdout, width=PRINTED_COLUMNS, height=PRINTED_LINES)
     if options.once or not console.is_terminal:
         view, unread = _only_look(options)
-        console.print(tables(view, unread, PRINTED_LINES))
+        console.print(tables(view, unread, *_size(console)))
         return 0
     has_run = False  # what has ended before is shown until something runs
     try:
@@ -102,12 +105,17 @@ def _show(options: argparse.Namespace) -> int:
                 if found is None:
                     live.update(waiting(options.directory, unread), refresh=True)
                 else:
-                    live.update(tables(found, unread, console.height), refresh=True)
+                    live.update(tables(found, unread, *_size(console)), refresh=True)
                     if found["ended"] and has_run:
                         break
                     has_run = not found["ended"]
                 time.sleep(options.every)
     except KeyboardInterrupt:
         return 0
-    console.print(tables(found, unread, PRINTED_LINES))
+    console.print(tables(found, unread, *_size(console)))
     return 0
+
+
+def _size(console: Console) -> tuple[int, int]:
+    """Lines and columns, at this moment."""
+    return console.height, console.width

@@ -41,7 +41,7 @@ COLOURS = {
     "other": "#b8b0c0",
 }
 SENT, RECEIVED, LINE = "#4c78a8", "#f58518", "#333333"
-WRITTEN: dict[str, Any] = {
+WRITTEN: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "penstock",
     "font.family": ["sans-serif"],
