@@ -30,7 +30,7 @@ REASON_WIDTH, HOST_WIDTH = 40, 24
 LEAST_SHARE, LEAST_MBIT = 0.0005, 0.05
 """Less would be shown as nothing."""
 NARROW = 100
-"""On fewer columns it is narrower: less between columns, shorter names of hosts, and of several hosts no ``received``."""
+"""On fewer columns it is narrower: less between them, and of several hosts shorter names and no ``received``."""
 HOST_WIDTH_NARROW = 8
 
 
