@@ -6,10 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/dev.lock
 
-# Environments of tools that the project itself does without, each by the lock of its name: for `make docs`, `make wheel`.
+# Environments that the project itself does without, each by the lock of its name: for `make docs`, `make wheel`,
+# `make test-integrations`.
 TOOLS := .tools
 
-LONG := test-long test-failures test-churn test-delays explore fuzz
+LONG := test-long test-integrations test-failures test-churn test-delays explore fuzz
 
 ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed
@@ -21,7 +22,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo check test test-rust test-python test-gpu long test-long test-failures test-churn test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers wheel docs lint format lock clean
+.PHONY: help venv build demo check test test-rust test-python test-gpu test-integrations long test-long test-failures test-churn test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers wheel docs lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +73,15 @@ test-python: build
 
 test-gpu: build ## Train on this machine's accelerator, several ranks on one device; says "no device" without one
 	$(BIN)/python -m pytest -rs tests/device/test_gpu.py tests/device/test_cuda_collectives.py $(ARGS)
+
+# An environment of its own: frameworks bring along far more than the project needs, and say which torch they take.
+$(TOOLS)/integrations/.native-installed: $(TOOLS)/integrations/.installed $(NATIVE)
+	PIP_QUIET=1 VIRTUAL_ENV=$(CURDIR)/$(@D) $(BIN)/maturin develop --release --locked --quiet
+	@touch $@
+
+test-integrations: $(TOOLS)/integrations/.native-installed ## Train with Lightning, Accelerate, HF Trainer, Ray Train and FSDP2, the real ones, and name their versions
+	$(TOOLS)/integrations/bin/python -m pip list | grep -E '^(torch|lightning|accelerate|transformers|ray) '
+	$(TOOLS)/integrations/bin/python -m pytest -rs tests/integrations $(ARGS)
 
 long: ## Run what takes too long for each change, all of it also if some fails; a line for each part at the end
 	.ci/long $(LONG)
@@ -151,7 +161,7 @@ format: $(ENVIRONMENT) ## Format the sources
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-LOCKS ?= dev docs wheel
+LOCKS ?= dev docs integrations wheel
 lock: $(ENVIRONMENT) ## Resolve requirements/*.in anew into *.lock (needs uv); LOCKS=docs for one of them
 	for name in $(LOCKS); do \
 		uv pip compile --universal --python-version 3.10 --no-header --no-annotate requirements/$$name.in -o requirements/$$name.lock || exit; \

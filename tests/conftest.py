@@ -35,6 +35,7 @@ SLOW = (
     "elastic/test_newcomers.py",
     "equality",
     "failure",
+    "integrations",
     "job/test_job_life.py",
     "job/test_meeting_point_fails.py",
     "job/test_poisoned_store.py",

@@ -79,7 +79,7 @@ PROGRAM_OF_ITS_OWN = "demo/recipe.py"
 """It sets no defaults, and nobody else's code is in its process."""
 
 # Everything else imports torch inside the functions that need it.
-MODULES_ON_TORCH = ("torch/", "demo/recipe.py", "demo/worker.py")
+MODULES_ON_TORCH = ("torch/", "integrations/", "demo/recipe.py", "demo/worker.py")
 
 
 def manifest(crate):
@@ -319,7 +319,8 @@ def test_circles_of_files_are_found(tmp_path):
 def test_importing_the_package_imports_no_framework():
     check = (
         "import sys, threading, penstock\n"
-        "heavy = {'torch', 'numpy', 'sklearn', 'pyarrow', 'tqdm', 'penstock._native'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'sklearn', 'pyarrow', 'tqdm', 'lightning', 'ray', 'penstock.integrations',\n"
+        "         'penstock._native'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "assert threading.active_count() == 1\n"
     )

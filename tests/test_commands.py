@@ -95,6 +95,8 @@ REPORTED = By("tests/trace_report/test_recorded.py::test_the_page_s_commands")
 WATCHED = By("tests/live/test_top.py::test_a_job_that_was_told_where_is_shown")
 UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
 WHEEL = By("tests/packages/test_wheel.py::test_a_new_user_needs_the_wheel_alone")
+FRAMEWORKS = "tests/integrations/test_frameworks.py::test_"
+HUGGING_FACE = By(f"{FRAMEWORKS}hugging_face_trains_under_penstock_run_as_on_gloo")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
 
@@ -121,6 +123,8 @@ TABLE = {
     "pip install penstock[report]": Not("changes the environment"),
     "pip install penstock[top]": Not("changes the environment"),
     "pip install mpi4py mpich": Not("changes the environment"),
+    "pip install penstock[lightning]": Not("changes the environment"),
+    "pip install penstock[ray]": Not("changes the environment"),
     "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
     # CONTRIBUTING
     "python -m pytest FILE": Run(put={"FILE": "tests/measure/test_links.py"}),
@@ -281,6 +285,16 @@ TABLE = {
     "python examples/asynchronous.py": By("tests/test_examples.py::test_asynchronous_says_how_late_gradients_were"),
     "torchrun --nproc-per-node 4 examples/elastic_averaging.py": Run(put=ALONE, long=True),
     "python examples/elastic_averaging.py": By("tests/test_examples.py::test_elastic_averaging_ends_at_its_centre"),
+    # frameworks, which `make test-integrations` has
+    "torchrun --nproc-per-node 2 examples/with_lightning.py": By(
+        f"{FRAMEWORKS}lightning_trains_with_our_strategy_as_with_ddp_on_gloo"
+    ),
+    "penstock run --nproc-per-node 2 examples/with_accelerate.py": HUGGING_FACE,
+    "penstock run --nproc-per-node 2 examples/with_trainer.py": HUGGING_FACE,
+    "python examples/with_ray.py": By(f"{FRAMEWORKS}ray_trains_on_two_nodes_as_on_gloo"),
+    "torchrun --nproc-per-node 4 examples/with_fsdp.py": By(
+        f"{FRAMEWORKS}fsdp_averages_replicas_as_its_own_hsdp_on_gloo"
+    ),
     # benchmarks: a page names some, and their own text says how they are called
     "python -m benchmarks.allreduce [--json-lines docs/benchmarks/allreduce.jsonl]": Run(
         FEW_SUMS, clusters=True, long=True, status=JUDGED

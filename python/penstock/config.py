@@ -32,6 +32,7 @@ __all__ = [
     "current_environment",
     "given",
     "integer",
+    "keep_secret",
     "parse_arguments",
     "parse_option",
     "replaces_ddp",
@@ -547,3 +548,12 @@ def replaces_ddp(environ: Mapping[str, str]) -> bool:
 def current_environment() -> dict[str, str]:
     """A copy of this process's environment: the one place where the package reads it."""
     return dict(os.environ)
+
+
+def keep_secret(secret: str) -> None:
+    """Let this process take a job's secret from its environment, unless one is there already.
+
+    Args:
+        secret: As in ``PENSTOCK_SECRET``.
+    """
+    os.environ.setdefault("PENSTOCK_SECRET", secret)

@@ -118,7 +118,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if grads is None:
         return
     models = _optimizers.models_of(optimizer)
-    given = [*(one for one in args if one is not optimizer), *kwargs]  # torch passes the object, too
+    # Torch passes the object, too; Accelerate's wrapper of an optimizer passes a closure on that is None.
+    given = [one for one in (*args, *kwargs.values()) if one is not optimizer and one is not None]
     reason = _why_not_adopted(optimizer, models, with_closure=bool(given))
     if reason is None:
         writes = any(grad._version != version for grad, version in grads)

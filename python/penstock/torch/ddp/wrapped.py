@@ -185,6 +185,12 @@ class WrappedModel:
         if wrapper.require_forward_param_sync:
             distributed.gradients.quiet = False
 
+    def ask_for_backward(self, wrapper: DistributedDataParallel) -> None:
+        """The next backward is to be synchronised, too: one forward may have several."""
+        distributed = self.distributed
+        if distributed is not None and _asks_for_backward(wrapper):
+            distributed.gradients.quiet = False
+
     def copies_buffers(self, wrapper: DistributedDataParallel) -> bool:
         """Whether one rank's buffers are due at all others: after a step, as torch's has it."""
         return self._buffers is not None and wrapper.require_forward_param_sync

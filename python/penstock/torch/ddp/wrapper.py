@@ -116,6 +116,20 @@ class DistributedDataParallel(TorchsDDP):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the model was left to torch."""
+        return self._ours is None
+
+    def ask_for_backward(self) -> None:
+        """Ask for one more synchronised backward: frameworks with several in one forward tell torch's reducer so."""
+        if self._ours is not None:
+            self._ours.ask_for_backward(self)
+
+    def _get_ddp_logging_data(self) -> Any:
+        """What torch's reducer has noted; Lightning reads it."""
+        return super()._get_ddp_logging_data() if self._ours is None else {}
+
     # The parts of a forward, as subclasses of torch's class know and override them.
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,272 @@
+"""Frameworks that users train with, the real ones: examples/with_*.py as they stand, beside the same programs on gloo.
+
+What a framework does with torch's DDP, or FSDP's own HSDP, on gloo is what it must do with Penstock, to the last digits
+that a sum of two in another order can change; and gradients must have gone through Penstock's engine. `make
+test-integrations` has the frameworks; elsewhere a test skips where one is missing.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LIMIT_S = 300
+TOLERANCE = 1e-6
+LINES_MAX = 60
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+PENSTOCK_RUN = ("-m", "penstock", "run", "--nproc-per-node")
+
+PARAMETERS_BYTES = 4 * (16 * 64 + 64 + 64 * 4 + 4)
+"""Of the model that all examples train, in fp32."""
+
+REPORT = """
+import json as _json, os as _os, pathlib as _pathlib
+import penstock as _ps
+_said = _ps.report()
+_pathlib.Path(f"sent-{_os.environ['RANK']}.json").write_text(_json.dumps(_said["bytes_sent"] + _said["call_bytes_sent"]))
+"""
+REPLACED = "DistributedDataParallel is Penstock's here"
+WAITS = "waits for all averages"
+LEFT = "left to torch's"
+
+
+def needs(*frameworks):
+    for name in frameworks:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: `make test-integrations` has it")
+
+
+def changed(name, *changes):
+    """The text of an example with parts of it replaced, each of which it must have."""
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text, f"{name} has no {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
+def run(text, directory, *launcher):
+    """Run a program by a launcher, or plainly, in a directory of its own; what it has said."""
+    directory.mkdir()
+    (directory / "program.py").write_text(text, encoding="utf-8")
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "TORCHELASTIC_"))}
+    mine |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    mine |= {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    # Afresh: launchers and Ray start their workers by the interpreter that runs them.
+    process = subprocess.Popen(
+        [sys.executable, *map(str, launcher), "program.py", "parameters.pt", str(directory)],
+        cwd=directory,
+        env=mine,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, f"{out}\n{errors}"
+    return out, errors
+
+
+def parameters(directory):
+    """What rank 0 has saved, without the prefix that wrappers give to names."""
+    saved = torch.load(directory / "parameters.pt", weights_only=True)
+    return {name.removeprefix("module."): value for name, value in saved.items()}
+
+
+def check_same(ours, gloo):
+    mine, theirs = parameters(ours), parameters(gloo)
+    assert list(mine) == list(theirs) and len(mine) == 4
+    for name, value in mine.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=0, atol=TOLERANCE, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+def check_sent(directory, ranks, steps, each_bytes=PARAMETERS_BYTES):
+    """Of two that average a gradient each sends as much as it has, whatever the algorithm; less a margin."""
+    sent = [json.loads(path.read_text()) for path in sorted(directory.glob("sent-*.json"))]
+    assert len(sent) == ranks
+    assert sum(sent) >= 0.9 * ranks * steps * each_bytes, sent
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("with_*.py")), ids=lambda path: path.stem)
+def test_an_example_fits_on_a_page_and_is_run_here(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES_MAX
+    assert f'"{path.name}"' in Path(__file__).read_text(encoding="utf-8")
+
+
+# Lightning
+
+LIGHTNING = "with_lightning.py"
+STRATEGY = (
+    ("from penstock.integrations.lightning import PenstockStrategy\n", ""),
+    ("import lightning as L\n", "import lightning as L\nfrom lightning.pytorch.strategies import DDPStrategy\n"),
+)
+NO_REPORT = ("ps.report()['bytes_sent']", "0")
+
+
+def lightning_on(backend):
+    return (*STRATEGY, ("PenstockStrategy()", f'DDPStrategy(process_group_backend="{backend}")'), NO_REPORT)
+
+
+MANUALLY = (
+    ("super().__init__()\n", "super().__init__()\n        self.automatic_optimization = False\n"),
+    ("    gradient_clip_val=1.0,\n", ""),
+    (
+        "        return loss\n",
+        "        optimizer = self.optimizers()\n"
+        "        optimizer.zero_grad()\n"
+        "        self.manual_backward(loss)\n"
+        "        self.manual_backward(F.mse_loss(self.net(x), torch.zeros(len(x), 4)))\n"
+        "        optimizer.step()\n",
+    ),
+)
+
+
+@pytest.mark.parametrize("more", [(), MANUALLY], ids=["automatically", "with two backwards by hand"])
+def test_lightning_trains_with_our_strategy_as_with_ddp_on_gloo(more, tmp_path):
+    needs("lightning")
+    _, errors = run(changed("with_lightning.py", *more) + REPORT, tmp_path / "ours", *TORCHRUN, 2)
+    assert REPLACED in errors and WAITS not in errors and LEFT not in errors, errors
+    run(changed(LIGHTNING, *lightning_on("gloo"), *more), tmp_path / "gloo", *TORCHRUN, 2)
+    check_same(tmp_path / "ours", tmp_path / "gloo")
+    check_sent(tmp_path / "ours", ranks=2, steps=16 * (2 if more else 1))
+
+
+def test_lightning_trains_on_the_backend_by_its_name(tmp_path):
+    needs("lightning")
+    run(changed(LIGHTNING, *lightning_on("penstock")) + REPORT, tmp_path / "ours", *TORCHRUN, 2)
+    run(changed(LIGHTNING, *lightning_on("gloo")), tmp_path / "gloo", *TORCHRUN, 2)
+    check_same(tmp_path / "ours", tmp_path / "gloo")
+    check_sent(tmp_path / "ours", ranks=2, steps=16)
+
+
+def test_lightning_starts_the_other_worker_itself(tmp_path):
+    needs("lightning")
+    said, _ = run(changed(LIGHTNING), tmp_path / "ours")
+    sent = int(re.search(r"(\d+) bytes sent", said).group(1))
+    assert sent >= 0.9 * 16 * PARAMETERS_BYTES
+    assert len(parameters(tmp_path / "ours")) == 4
+
+
+# Hugging Face
+
+DESTROY = "dist.destroy_process_group()\n"  # with which the job ends
+BEFORE_THE_END = (DESTROY, f"{REPORT}{DESTROY}")
+BY_NAME = ('dist.init_process_group("gloo")', 'dist.init_process_group("penstock")')
+HUGGING_FACE = [
+    pytest.param("with_accelerate.py", ("accelerate",), 16, id="accelerate"),
+    pytest.param("with_trainer.py", ("accelerate", "transformers"), 32, id="trainer"),
+]
+
+
+@pytest.mark.parametrize(("example", "frameworks", "steps"), HUGGING_FACE)
+def test_hugging_face_trains_under_penstock_run_as_on_gloo(example, frameworks, steps, tmp_path):
+    needs(*frameworks)
+    _, errors = run(changed(example, BEFORE_THE_END), tmp_path / "ours", *PENSTOCK_RUN, 2)
+    assert REPLACED in errors and WAITS not in errors and LEFT not in errors, errors
+    _, errors = run(changed(example), tmp_path / "gloo", *PENSTOCK_RUN, 2, "--keep-ddp")
+    assert REPLACED not in errors
+    check_same(tmp_path / "ours", tmp_path / "gloo")
+    check_sent(tmp_path / "ours", ranks=2, steps=steps)
+
+
+@pytest.mark.parametrize(("example", "frameworks", "steps"), HUGGING_FACE)
+def test_hugging_face_trains_on_the_backend_by_its_name(example, frameworks, steps, tmp_path):
+    needs(*frameworks)
+    run(changed(example, BY_NAME, BEFORE_THE_END), tmp_path / "ours", *TORCHRUN, 2)
+    run(changed(example), tmp_path / "gloo", *TORCHRUN, 2)
+    check_same(tmp_path / "ours", tmp_path / "gloo")
+    check_sent(tmp_path / "ours", ranks=2, steps=steps)
+
+
+# Ray Train
+
+MAIN = 'if __name__ == "__main__":\n'
+TWO_NODES = (
+    (
+        MAIN,
+        f"{MAIN}"
+        "    from ray.cluster_utils import Cluster\n\n"
+        '    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})\n'
+        "    cluster.add_node(num_cpus=2)\n"
+        "    cluster.wait_for_nodes()\n"
+        "    ray.init(address=cluster.address)\n",
+    ),
+    ('"SPREAD"', '"STRICT_SPREAD"'),  # a worker on each node, or an error
+    (
+        "    print(trainer.fit().metrics)\n",
+        "    print(json.dumps(trainer.fit().metrics))\n    ray.shutdown()\n    cluster.shutdown()\n",
+    ),
+    ("import sys\n", "import json\nimport sys\n"),
+    ("sys.argv[1] if sys.argv[1:]", "__import__('os').path.abspath(sys.argv[1]) if sys.argv[1:]"),
+)
+RAY_ON_GLOO = (
+    ("from penstock.integrations.ray import PenstockConfig\n", "from ray.train.torch import TorchConfig\n"),
+    ("PenstockConfig()", 'TorchConfig(backend="gloo")'),
+    ("model, optimizer = ps.distribute(model, optimizer)", "model = ray.train.torch.prepare_model(model)"),
+    ("    ps.synchronize()\n", ""),
+    ('ps.report()["bytes_sent"]', "0"),
+)
+
+
+def metrics(said):
+    (line,) = [line for line in said.splitlines() if line.startswith('{"')]
+    return json.loads(line)
+
+
+def test_ray_trains_on_two_nodes_as_on_gloo(tmp_path):
+    needs("ray")
+    said, _ = run(changed("with_ray.py", *TWO_NODES), tmp_path / "ours")
+    run(changed("with_ray.py", *TWO_NODES, *RAY_ON_GLOO), tmp_path / "gloo")
+    check_same(tmp_path / "ours", tmp_path / "gloo")
+    assert metrics(said)["bytes_sent"] >= 0.9 * 16 * PARAMETERS_BYTES  # rank 0's
+
+
+# FSDP2
+
+NATIVE_HSDP = (
+    ('mesh=mesh["shard"]', "mesh=mesh"),
+    ('average_replicas(model, mesh["replicate"])\n', ""),
+    ("ps.report()['call_bytes_sent']", "0"),
+    ("ps.shutdown()\n", ""),
+)
+
+
+def test_fsdp_averages_replicas_as_its_own_hsdp_on_gloo(tmp_path):
+    """Half of the parameters is each rank's shard."""
+    run(changed("with_fsdp.py", ("ps.shutdown()\n", f"{REPORT}ps.shutdown()\n")), tmp_path / "ours", *TORCHRUN, 4)
+    run(changed("with_fsdp.py", *NATIVE_HSDP), tmp_path / "gloo", *TORCHRUN, 4)
+    check_same(tmp_path / "ours", tmp_path / "gloo")
+    check_sent(tmp_path / "ours", ranks=4, steps=16, each_bytes=PARAMETERS_BYTES // 2)
+
+
+def test_what_is_not_sharded_is_refused():
+    from penstock.errors import ConfigError
+    from penstock.integrations.fsdp import average_replicas
+
+    with pytest.raises(ConfigError, match="call fully_shard"):
+        average_replicas(torch.nn.Linear(2, 2), mesh=None)
+
+
+@pytest.mark.parametrize(("module", "framework"), [("lightning", "lightning"), ("ray", "ray")])
+def test_a_missing_framework_is_named_with_what_to_install(module, framework):
+    program = (
+        f"import sys\nsys.modules[{framework!r}] = None\n"
+        f"try:\n    import penstock.integrations.{module}\nexcept ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert f"pip install 'penstock[{framework}]'" in done.stdout
