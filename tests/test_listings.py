@@ -535,6 +535,7 @@ def train(model, optimizer):
 
 
 RUN_ELSEWHERE = {
+    ("docs/integrations.md", "## FSDP2 and HSDP"): "integrations/test_frameworks.py",
     ("docs/collectives.md", "### MPI inside"): "collectives/test_inside.py",
 }
 """Sections whose listings take what is not here; a test there does the same without it."""
