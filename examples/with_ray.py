@@ -4,6 +4,7 @@ python examples/with_ray.py     # in a cluster that runs (RAY_ADDRESS), or in on
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -43,7 +44,7 @@ def train(config: dict[str, Any]) -> None:
 if __name__ == "__main__":
     trainer = TorchTrainer(
         train,
-        train_loop_config={"path": sys.argv[1] if sys.argv[1:] else ""},
+        train_loop_config={"path": str(Path(sys.argv[1]).resolve()) if sys.argv[1:] else ""},
         torch_config=PenstockConfig(),
         scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
         run_config=RunConfig(storage_path=sys.argv[2] if sys.argv[2:] else None),

@@ -119,7 +119,7 @@ for iter_num in range(max_iters):
         X, Y = get_batch()
         loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    optimizer.step()
+    optimizer.step(None)  # as wrappers of optimizers call it, such as that of Accelerate
     optimizer.zero_grad(set_to_none=True)
     print(f"iter {iter_num}: loss {loss.item() * gradient_accumulation_steps:.4f}, norm {norm.item():.4f}")
 

@@ -45,8 +45,8 @@ def average_replicas(model: nn.Module, mesh: DeviceMesh) -> Group:
         fully_shard(model, mesh=mesh["shard"])
         average_replicas(model, mesh["replicate"])
     """
-    sharded = [module for module in model.modules() if callable(getattr(module, "set_all_reduce_hook", None))]
-    if not sharded:
+    setters = [getattr(module, "set_all_reduce_hook", None) for module in model.modules()]
+    if not any(map(callable, setters)):
         raise ConfigError(
             "penstock.integrations.fsdp: no module of the model has set_all_reduce_hook; call fully_shard of "
             'torch.distributed.fsdp (torch 2.7 or later) first, with mesh["shard"]'
@@ -66,6 +66,6 @@ def average_replicas(model: nn.Module, mesh: DeviceMesh) -> Group:
     def average(shard: Tensor) -> None:
         group.allreduce(shard, "average")
 
-    for module in sharded:
-        module.set_all_reduce_hook(average)  # type: ignore[operator]
+    for setter in filter(callable, setters):
+        setter(average)
     return group

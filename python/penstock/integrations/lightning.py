@@ -5,6 +5,7 @@ It is Lightning's own strategy for DDP, with our class in the place of torch's (
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,12 @@ class PenstockStrategy(DDPStrategy):
         result = self.precision_plugin._wrap_closure(module, optimizer, closure)
         optimizer.step(**kwargs)
         return result
+
+    def teardown(self) -> None:
+        """Apply what is outstanding, unless something has failed: Lightning moves the model to main memory now."""
+        if isinstance(self.model, DistributedDataParallel) and sys.exc_info()[1] is None:
+            self.model.finish()
+        super().teardown()
 
     def _needs_closure(self, optimizer: Optimizer) -> bool:
         """Whether the plugin for precision does otherwise than to pass it on, or the optimizer than to call it once."""

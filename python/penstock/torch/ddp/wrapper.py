@@ -121,6 +121,11 @@ class DistributedDataParallel(TorchsDDP):
         """Whether the model was left to torch."""
         return self._ours is None
 
+    def finish(self) -> None:
+        """Apply the updates that are outstanding."""
+        if self._ours is not None:
+            self._ours.finish()
+
     def ask_for_backward(self) -> None:
         """Ask for one more synchronised backward: frameworks with several in one forward tell torch's reducer so."""
         if self._ours is not None:
