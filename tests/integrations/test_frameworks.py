@@ -268,4 +268,4 @@ def test_a_missing_framework_is_named_with_what_to_install(module, framework):
         f"try:\n    import penstock.integrations.{module}\nexcept ImportError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    assert f"pip install 'penstock[{framework}]'" in done.stdout
+    assert f"`pip install penstock[{framework}]`" in done.stdout

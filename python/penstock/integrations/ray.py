@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 try:
     from ray.train.torch import TorchConfig
 except ImportError as error:
-    raise ImportError(f"penstock.integrations.ray needs Ray Train ({error}): pip install 'penstock[ray]'") from error
+    raise ImportError(f"penstock.integrations.ray needs Ray Train ({error}): `pip install penstock[ray]`") from error
 
 __all__ = ["PenstockBackend", "PenstockConfig"]
 
