@@ -23,7 +23,7 @@ _OF_TORCH: Any = TorchConfig(backend="gloo").backend_cls
 """What Ray starts the process groups of torch with; its name is private."""
 
 
-class PenstockBackend(_OF_TORCH):  # type: ignore[misc, valid-type]
+class PenstockBackend(_OF_TORCH):
     """What Ray calls before and after the training function, as for any process group of torch."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
