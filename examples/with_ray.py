@@ -3,14 +3,16 @@
 python examples/with_ray.py     # in a cluster that runs (RAY_ADDRESS), or in one that it starts on this machine
 """
 
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.nn.functional as F
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -19,7 +21,7 @@ import penstock as ps
 from penstock.integrations.ray import PenstockConfig
 
 
-def train(config: dict[str, Any]) -> None:
+def train() -> None:
     """What each worker does."""
     torch.manual_seed(0)
     x = torch.randn(512, 16)
@@ -36,17 +38,21 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
     ps.synchronize()
-    ray.train.report({"loss": loss.item(), "bytes_sent": ps.report()["bytes_sent"]})
-    if ray.train.get_context().get_world_rank() == 0 and config["path"]:
-        torch.save(model.state_dict(), config["path"])
+    metrics = {"loss": loss.item(), "bytes_sent": ps.report()["bytes_sent"]}
+    with tempfile.TemporaryDirectory() as directory:
+        torch.save(model.state_dict(), Path(directory, "parameters.pt"))
+        first = ray.train.get_context().get_world_rank() == 0
+        ray.train.report(metrics, checkpoint=Checkpoint.from_directory(directory) if first else None)
 
 
 if __name__ == "__main__":
     trainer = TorchTrainer(
         train,
-        train_loop_config={"path": str(Path(sys.argv[1]).resolve()) if sys.argv[1:] else ""},
         torch_config=PenstockConfig(),
         scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
         run_config=RunConfig(storage_path=sys.argv[2] if sys.argv[2:] else None),
     )
-    print(trainer.fit().metrics)
+    result = trainer.fit()
+    print(result.metrics)
+    if sys.argv[1:]:
+        shutil.copy(Path(result.checkpoint.path, "parameters.pt"), sys.argv[1])
