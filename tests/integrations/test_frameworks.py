@@ -177,13 +177,42 @@ MANUALLY = (
 )
 
 
-@pytest.mark.parametrize("more", [(), MANUALLY], ids=["automatically", "with two backwards by hand"])
-def test_lightning_trains_with_our_strategy_as_with_ddp_on_gloo(more, on_gloo, tmp_path):
+ACCUMULATED = (
+    (
+        "    gradient_clip_val=1.0,\n",
+        '    accumulate_grad_batches=2,\n    precision="bf16-mixed",\n    limit_train_batches=7,\n',
+    ),
+)
+RESUMED = (
+    ("    max_epochs=2,\n", "    max_epochs=1,\n"),
+    (
+        "trainer.fit(model, loader)  # each worker has its share of the samples\n",
+        "trainer.fit(model, loader)\n"
+        'trainer.save_checkpoint("first.ckpt")\n'
+        "model = Classifier()\n"
+        "trainer = L.Trainer(\n"
+        '    accelerator="cpu", devices=2, strategy=PenstockStrategy(), max_epochs=2, gradient_clip_val=1.0,\n'
+        "    logger=False, enable_checkpointing=False, enable_progress_bar=False,\n"
+        ")\n"
+        'trainer.fit(model, loader, ckpt_path="first.ckpt")\n',
+    ),
+)
+VARIANTS = {
+    "automatically": (16, ()),
+    "with two backwards by hand": (16, MANUALLY),
+    "accumulating, with mixed precision": (8, ACCUMULATED),
+    "from a checkpoint": (16, RESUMED),
+}
+"""How many averages of all gradients there are, and what else than in the example."""
+
+
+@pytest.mark.parametrize(("averages", "more"), VARIANTS.values(), ids=VARIANTS)
+def test_lightning_trains_with_our_strategy_as_with_ddp_on_gloo(averages, more, on_gloo, tmp_path):
     needs("lightning")
     _, errors = run(changed("with_lightning.py", *more) + REPORT, tmp_path / "ours", *TORCHRUN, 2)
     assert REPLACED in errors and WAITS not in errors and LEFT not in errors, errors
-    check_same(tmp_path / "ours", on_gloo(changed(LIGHTNING, *lightning_on("gloo"), *more)))
-    check_sent(tmp_path / "ours", ranks=2, steps=16)
+    check_same(tmp_path / "ours", on_gloo(changed(LIGHTNING, *more, *lightning_on("gloo"))))
+    check_sent(tmp_path / "ours", ranks=2, steps=averages)
 
 
 def test_lightning_trains_on_the_backend_by_its_name(on_gloo, tmp_path):
@@ -243,7 +272,7 @@ cluster.add_node(num_cpus=2)
 cluster.wait_for_nodes()
 ray.init(address=cluster.address)
 try:
-    for name in ("ours", "gloo"):
+    for name in ("ours", "named", "gloo"):
         sys.argv[1] = f"{name}/parameters.pt"
         runpy.run_path(f"{name}.py", run_name="__main__")
 finally:
@@ -251,24 +280,29 @@ finally:
     cluster.shutdown()
 """
 STRICTLY = ('"SPREAD"', '"STRICT_SPREAD"')  # a worker on each node, or an error
+PREPARED = (
+    ("model, optimizer = ps.distribute(model, optimizer)", "model = ray.train.torch.prepare_model(model)"),
+    ("    ps.synchronize()\n", ""),
+    ('ps.report()["bytes_sent"]', 'ps.report()["call_bytes_sent"]'),
+)
 RAY_ON_GLOO = (
     ("from penstock.integrations.ray import PenstockConfig\n", "from ray.train.torch import TorchConfig\n"),
     ("PenstockConfig()", 'TorchConfig(backend="gloo")'),
-    ("model, optimizer = ps.distribute(model, optimizer)", "model = ray.train.torch.prepare_model(model)"),
-    ("    ps.synchronize()\n", ""),
-    ('ps.report()["bytes_sent"]', "0"),
+    *PREPARED,
+    ('ps.report()["call_bytes_sent"]', "0"),
 )
 
 
 def test_ray_trains_on_two_nodes_as_on_gloo(tmp_path):
     needs("ray")
-    for name, changes in (("ours", ()), ("gloo", RAY_ON_GLOO)):
+    for name, changes in (("ours", ()), ("named", PREPARED), ("gloo", RAY_ON_GLOO)):
         (tmp_path / name).mkdir()
         (tmp_path / f"{name}.py").write_text(changed("with_ray.py", STRICTLY, *changes), encoding="utf-8")
     said, _ = run(ON_TWO_NODES, tmp_path)
-    check_same(tmp_path / "ours", tmp_path / "gloo")
-    of_ours, of_gloo = [ast.literal_eval(line)["bytes_sent"] for line in said.splitlines() if line.startswith("{")]
-    assert of_ours >= 0.9 * 16 * PARAMETERS_BYTES and of_gloo == 0  # rank 0's
+    for name in ("ours", "named"):
+        check_same(tmp_path / name, tmp_path / "gloo")
+    sent = [ast.literal_eval(line)["bytes_sent"] for line in said.splitlines() if line.startswith("{")]  # by rank 0
+    assert len(sent) == 3 and min(sent[:2]) >= 0.9 * 16 * PARAMETERS_BYTES, sent
 
 
 # FSDP2
@@ -284,6 +318,14 @@ NATIVE_HSDP = (
 def test_fsdp_averages_replicas_as_its_own_hsdp_on_gloo(on_gloo, tmp_path):
     """Half of the parameters is each rank's shard."""
     run(changed("with_fsdp.py", ("ps.shutdown()\n", f"{REPORT}ps.shutdown()\n")), tmp_path / "ours", *TORCHRUN, 4)
+    check_same(tmp_path / "ours", on_gloo(changed("with_fsdp.py", *NATIVE_HSDP), ranks=4))
+    check_sent(tmp_path / "ours", ranks=4, steps=16, each_bytes=PARAMETERS_BYTES // 2)
+
+
+@pytest.mark.long
+def test_fsdp_s_own_hsdp_trains_on_the_backend_by_its_name(on_gloo, tmp_path):
+    text = changed("with_fsdp.py", *NATIVE_HSDP, BY_NAME, (DESTROY, f"{REPORT}{DESTROY}"))
+    run(text, tmp_path / "ours", *TORCHRUN, 4)
     check_same(tmp_path / "ours", on_gloo(changed("with_fsdp.py", *NATIVE_HSDP), ranks=4))
     check_sent(tmp_path / "ours", ranks=4, steps=16, each_bytes=PARAMETERS_BYTES // 2)
 

@@ -49,7 +49,7 @@ def average_replicas(model: nn.Module, mesh: DeviceMesh) -> Group:
     if not any(map(callable, setters)):
         raise ConfigError(
             "penstock.integrations.fsdp: no module of the model has set_all_reduce_hook; call fully_shard of "
-            'torch.distributed.fsdp (torch 2.7 or later) first, with mesh["shard"]'
+            'torch.distributed.fsdp first, with mesh["shard"] (old versions of torch have no such hook)'
         )
     if mesh.ndim != 1:
         raise ConfigError(

@@ -21,7 +21,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError(
-        f"penstock.integrations.lightning needs Lightning 2.5 or later ({error}): `pip install penstock[lightning]`"
+        f"penstock.integrations.lightning needs Lightning 2.6 or later ({error}): `pip install penstock[lightning]`"
     ) from error
 
 __all__ = ["PenstockStrategy"]
