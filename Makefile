@@ -81,7 +81,7 @@ $(TOOLS)/integrations/.native-installed: $(TOOLS)/integrations/.installed $(NATI
 
 test-integrations: $(TOOLS)/integrations/.native-installed ## Train with Lightning, Accelerate, HF Trainer, Ray Train and FSDP2, the real ones, and name their versions
 	$(TOOLS)/integrations/bin/python -m pip list | grep -E '^(torch|lightning|accelerate|transformers|ray) '
-	$(TOOLS)/integrations/bin/python -m pytest -rs tests/integrations $(ARGS)
+	$(TOOLS)/integrations/bin/python -m pytest -rs -m "long or not long" tests/integrations $(ARGS)
 
 long: ## Run what takes too long for each change, all of it also if some fails; a line for each part at the end
 	.ci/long $(LONG)
