@@ -10,7 +10,7 @@ LOCK := requirements/dev.lock
 # `make test-integrations`.
 TOOLS := .tools
 
-LONG := test-long test-integrations test-failures test-churn test-delays explore fuzz
+LONG := test-long test-failures test-churn test-delays explore fuzz
 
 ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed

@@ -3,8 +3,8 @@
     python program_server.py DOOR KEEPER EXECUTABLE
 
 Tests connect to the socket DOOR. A request is one message with descriptors, the program's streams and what else it
-inherits; the answer has one, of the process. When their connection is closed, their programs are killed; when KEEPER is,
-all are. EXECUTABLE is what programs take for their interpreter.
+inherits; the answer has one, of the process. When their connection is closed, their programs are killed; when KEEPER
+is, all are. EXECUTABLE is what programs take for their interpreter.
 """
 
 from __future__ import annotations
