@@ -110,7 +110,14 @@ def init(**options: Unpack[OptionArguments]) -> None:
         _run(start(launch, _measured))
 
 
-def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout_s: float | None = None) -> Job:
+def init_at_store(
+    board: Board,
+    rank: int,
+    world_size: int,
+    *,
+    operation_timeout_s: float | None = None,
+    rendezvous_timeout_s: float | None = None,
+) -> Job:
     """Join the job of a program that has a place where its ranks meet; if it runs already, take part in that.
 
     Args:
@@ -118,6 +125,7 @@ def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout
         rank: This process.
         world_size: The number of processes.
         operation_timeout_s: Of a job that begins, if it is given.
+        rendezvous_timeout_s: Likewise.
 
     Returns:
         The running job.
@@ -132,7 +140,8 @@ def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout
             shutdown()  # of programs that know torch.distributed alone, which have destroyed their groups by now
         job = _process.job
         if job is None:
-            launch = launchers.at_store(rank, world_size, operation_timeout_s=operation_timeout_s)
+            limits = {"operation_timeout_s": operation_timeout_s, "rendezvous_timeout_s": rendezvous_timeout_s}
+            launch = launchers.at_store(rank, world_size, **limits)
             for name, given in (("elastic", launch.options.elastic), ("join", launch.options.join is not None)):
                 if given:
                     raise ConfigError(
@@ -149,6 +158,31 @@ def init_at_store(board: Board, rank: int, world_size: int, *, operation_timeout
             )
         board.close()  # nobody meets there
         return job
+
+
+def leave_for_another(own: Job | None, reason: str) -> None:
+    """End the job at once, so that another may begin: what is under way fails on all of its ranks, for this reason.
+
+    Args:
+        own: The job that the caller has begun, if it has.
+        reason: What the other ranks are told.
+
+    Raises:
+        ConfigError: The job that runs is not the caller's to end, or this is a forked child.
+    """
+    _refuse_in_child("reconfigure")
+    with _process.lock:
+        job = _process.job
+        if job is None:
+            return
+        if job is not own:
+            raise ConfigError(
+                f"reconfigure: this process is rank {job.rank} of a job that the process group has not begun; call "
+                "penstock.shutdown() first",
+                rank=job.rank,
+            )
+        job.abort(reason)
+        shutdown()
 
 
 def start_server(launch: Launch) -> Job:

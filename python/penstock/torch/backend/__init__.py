@@ -18,6 +18,7 @@ works       what torch.distributed waits for
 reductions  which reductions the engine computes
 sparse      sums of sparse tensors
 debug       finding the rank that does something else
+reconfiguring  a process group whose members change
 """
 
 from __future__ import annotations

@@ -108,24 +108,34 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, engine: Engine, number: int, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self._timeout = timeout
+        self._take(engine, number, rank, size)
+        self.device_backend: _DeviceBackend | None = None
+
+    def _take(self, engine: Engine, number: int, rank: int, size: int) -> None:
+        """From now on calls are those of this group of this engine."""
         self._engine = engine
         self._number = number
         self._index = rank
         self._size = size
-        self._timeout = timeout
         self._completer = _engines.of(engine)
         self._caller = Caller(engine, number, rank, size, _options)
         self._count = 0
         self._sparse_count = 0
         detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
-        self.comparison = Comparison(self._begin, size, timeout.total_seconds()) if detail else None
-        self.device_backend: _DeviceBackend | None = None
+        self.comparison = Comparison(self._begin, size, self._timeout.total_seconds()) if detail else None
 
     # What torch asks about a backend. The names are torch's.
 
     def getBackendName(self) -> str:  # noqa: N802
         """The name under which it is registered."""
         return "penstock"
+
+    supports_reconfigure = False
+
+    def _members(self) -> Sequence[int]:
+        """The ranks of the group, for messages."""
+        return dist.get_process_group_ranks(self)
 
     def _set_sequence_number_for_group(self) -> None:
         self._count = 0
@@ -492,7 +502,7 @@ class ProcessGroup(dist.ProcessGroup):
         del wait_all_ranks  # torch's option for naming more than the first
         limited = timeout is not None and timeout > timedelta(0)
         limit = timeout if timeout is not None and limited else self._timeout
-        monitored_barrier(self._begin, dist.get_process_group_ranks(self), self._index, limit.total_seconds())
+        monitored_barrier(self._begin, self._members(), self._index, limit.total_seconds())
 
     # Names of other versions of torch for the same calls.
     _allgather_base = all_gather_single
@@ -510,13 +520,18 @@ class _DeviceBackend(C10dBackend):
     supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
-    supports_reconfigure = False
     supports_window = False
     supports_abort_hooks = False
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group._index, group._size)
         self._group = weakref.ref(group)
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether its members can be changed."""
+        group = self._group()
+        return group is not None and group.supports_reconfigure
 
     @property
     def options(self) -> Any:
@@ -539,6 +554,10 @@ _FORWARDED = (
     "_set_default_timeout",
 )
 """Beside the public ones."""
+_IF_RECONFIGURABLE = ("get_reconfigure_handle", "reconfigure", "abort", "get_error")
+"""Of a group whose members can be changed (`penstock.torch.backend.reconfiguring`)."""
+for _name in _IF_RECONFIGURABLE:
+    setattr(_DeviceBackend, _name, _forwarded(_name))
 for _name, _value in list(vars(ProcessGroup).items()):
     if callable(_value) and (not _name.startswith("_") or _name in _FORWARDED):
         setattr(_DeviceBackend, _name, _forwarded(_name))
@@ -582,6 +601,8 @@ def create(options: Any, _: object = None) -> ProcessGroup | _DeviceBackend:
         PenstockError: The job could not be started, as `penstock.init`.
     """
     _check_torch()
+    if getattr(options, "enable_reconfigure", False):  # older versions have none
+        return _create_reconfigurable(options)
     members = list(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size
     if not dist.is_initialized():  # the default group, of all ranks
@@ -598,9 +619,28 @@ def create(options: Any, _: object = None) -> ProcessGroup | _DeviceBackend:
     if not _is_alone(options):
         _behind[options.process_group] = group
         return group.device_backend
+    _register_devices(group)
+    return group
+
+
+def _register_devices(group: ProcessGroup) -> None:
+    """Let torch's dispatcher find the group on every device."""
     for device in dist.Backend.backend_capability["penstock"]:
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, group.device_backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+
+
+def _create_reconfigurable(options: Any) -> ProcessGroup:
+    from penstock.torch.backend.reconfiguring import ReconfigurableGroup
+
+    if dist.is_initialized() or not _is_alone(options):
+        raise ConfigError(
+            "enable_reconfigure: this backend has it for the default group alone, on all devices: give it to "
+            'init_process_group("penstock", enable_reconfigure=True)'
+        )
+    group = ReconfigurableGroup(options.store, options.group_rank, options.group_size, options.timeout)
+    group.device_backend = _DeviceBackend(group)
+    _register_devices(group)
     return group
 
 
