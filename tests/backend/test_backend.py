@@ -104,6 +104,27 @@ def test_a_rank_that_dies_is_named_by_all(tmp_path):
     run("lost_rank.py", tmp_path, killed=1)
 
 
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has it from 2.15 on")
+def test_members_are_lost_and_come_by_reconfigure(tmp_path):
+    run("reconfigure_rank.py", tmp_path, killed=1, size=4)
+
+
+def test_a_reconfigure_needs_the_handles_of_all_once_and_its_own():
+    from penstock.torch.backend.reconfiguring import PREFIX, places
+
+    mine, other = f"{PREFIX}b", f"{PREFIX}a"
+    assert places([mine, other], mine) == ([mine, other], 0)
+    assert places({mine, other}, mine) == ([other, mine], 1)
+    for handles, words in [
+        ([], "no handles"),
+        ([other], "left out"),
+        ([mine, mine], "ranks 0 and 1"),
+        (["x"], "rank 0"),
+    ]:
+        with pytest.raises(ps.ConfigError, match=words):
+            places(handles, mine)
+
+
 def test_a_program_started_by_torchrun_trains_as_with_gloo(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = programs.run(*launcher, HERE / "usual_program.py", tmp_path, env=ENVIRONMENT, timeout=LIMIT_S)

@@ -520,18 +520,13 @@ class _DeviceBackend(C10dBackend):
     supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
+    supports_reconfigure = False
     supports_window = False
     supports_abort_hooks = False
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group._index, group._size)
         self._group = weakref.ref(group)
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        """Whether its members can be changed."""
-        group = self._group()
-        return group is not None and group.supports_reconfigure
 
     @property
     def options(self) -> Any:
@@ -554,14 +549,22 @@ _FORWARDED = (
     "_set_default_timeout",
 )
 """Beside the public ones."""
-_IF_RECONFIGURABLE = ("get_reconfigure_handle", "reconfigure", "abort", "get_error")
-"""Of a group whose members can be changed (`penstock.torch.backend.reconfiguring`)."""
-for _name in _IF_RECONFIGURABLE:
-    setattr(_DeviceBackend, _name, _forwarded(_name))
 for _name, _value in list(vars(ProcessGroup).items()):
     if callable(_value) and (not _name.startswith("_") or _name in _FORWARDED):
         setattr(_DeviceBackend, _name, _forwarded(_name))
 methods_outside_of_dynamo(_DeviceBackend)
+
+
+class _ReconfigurableDeviceBackend(_DeviceBackend):
+    """Of a group whose members can be changed (`penstock.torch.backend.reconfiguring`)."""
+
+    # Not of all groups: torch's own answer asks the backend, which would ask the group again, for ever.
+    supports_reconfigure = True
+
+
+for _name in ("get_reconfigure_handle", "reconfigure", "abort", "get_error", "getRank", "getSize", "rank", "size"):
+    setattr(_ReconfigurableDeviceBackend, _name, _forwarded(_name))
+methods_outside_of_dynamo(_ReconfigurableDeviceBackend)
 
 
 def _agree_on_number(store: Any, rank: int, size: int) -> int:
@@ -639,7 +642,7 @@ def _create_reconfigurable(options: Any) -> ProcessGroup:
             'init_process_group("penstock", enable_reconfigure=True)'
         )
     group = ReconfigurableGroup(options.store, options.group_rank, options.group_size, options.timeout)
-    group.device_backend = _DeviceBackend(group)
+    group.device_backend = _ReconfigurableDeviceBackend(group)
     _register_devices(group)
     return group
 

@@ -31,6 +31,10 @@ PREFIX = "penstock-1/"
 """Of handles; the number is that of their form."""
 
 
+class UuidUsed(ConfigError, RuntimeError):
+    """A reconfigure with a uuid of before; a RuntimeError, too, as torch's own backends raise."""
+
+
 def places(handles: Iterable[str], own: str) -> tuple[list[str], int]:
     """The handles in rank order, and this process's rank.
 
@@ -139,7 +143,7 @@ class ReconfigurableGroup(ProcessGroup):
             PenstockError: As `penstock.init`.
         """
         if opts.uuid in self._uuids:
-            raise ConfigError(f"reconfigure: uuid {opts.uuid} was already used by this group; give a fresh one")
+            raise UuidUsed(f"reconfigure: uuid {opts.uuid} was already used by this group; give a fresh one")
         handles, rank = places(opts.handles, self._handle)
         limit = opts.timeout if opts.timeout is not None else self._timeout
         if limit <= timedelta(0):
