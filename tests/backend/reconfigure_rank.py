@@ -6,6 +6,7 @@ reconfigure_rank.py RANK SIZE DIRECTORY. Of SIZE - 1 processes rank 1 dies, and 
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -52,6 +53,15 @@ def check(members):
         assert here.tolist() == [float((rank - 1) % len(members))] * 4
 
 
+def train(members):
+    """A wrapped model takes the mean over these processes: its native code has to know how many they are."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.full((1, 1), process + 1.0)).sum().backward()
+    mean = sum(member + 1.0 for member in members) / len(members)
+    assert abs(model.weight.grad.item() - mean) < 1e-5, (model.weight.grad, mean)
+
+
 def refused(kind, words, call):
     try:
         call()
@@ -91,17 +101,40 @@ if process < size - 1:
     assert total.item() == len(first)
     reconfigure(301, meet("in order", first))
     check(first)
+    train(first)
+    part = dist.new_group([0, 2])
+    if process != 1:
+        dist.all_reduce(torch.ones(1), group=part)
     meet("before the loss", first)
 
-    # What is under way cannot end, as process 1 has no part in it; it fails, also when it is waited for afterwards.
-    works = [] if process == 1 else [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
+    # What is under way cannot end, as process 1 has no part in it; it fails, for a thread that waits for it, too, and
+    # when it is waited for afterwards.
+    works = [] if process == 1 else [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(4)]
+    failures = []
+
+    def wait(call):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - what it is gets judged below
+            failures.append(error)
+
+    # A future gives the error on as a RuntimeError that has its text.
+    waits = [works[0].wait, works[1].get_future().wait] if works else []
+    threads = [threading.Thread(target=wait, args=[call], daemon=True) for call in waits]
+    for thread in threads:
+        thread.start()
     meet("under way", first)
     if process == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     survivors = [member for member in first if member != 1]
     reconfigure(400, meet("survivors", survivors))
+    for thread in threads:
+        thread.join(LIMIT.total_seconds())
+    assert len(failures) == len(threads) and isinstance(failures[0], RuntimeError | ps.PenstockError), failures
     for work in works:
         refused(ps.PenstockError, "", work.wait)
+    # Of the group itself, as torch looks for the new rank among the old members where it describes the error.
+    refused(ps.PenstockError, "", lambda: part.allreduce([torch.ones(1)]).wait())
     check(survivors)
     store.set("lost", "1")
 else:
@@ -110,6 +143,12 @@ else:
 members = [*survivors, size - 1]
 reconfigure(500, meet("joined", members))
 check(members)
+train(members)
+pair = dist.new_group([0, 2])  # process 3 has not made those of before
+if dist.get_rank() != 1:
+    value = torch.full((2,), float(process))
+    dist.all_reduce(value, group=pair)
+    assert value.tolist() == [float(members[0] + members[2])] * 2
 
 # Who is not in the next job is told so by the error of the last one, and nobody waits for it.
 handles = meet("leaving", members)

@@ -137,6 +137,11 @@ class ProcessGroup(dist.ProcessGroup):
         """The ranks of the group, for messages."""
         return dist.get_process_group_ranks(self)
 
+    def _meeting_store(self, members: Sequence[int], given: Any) -> Any:
+        """Where these members of the default group meet to make another group: in the store that torch has given."""
+        del members
+        return given
+
     def _set_sequence_number_for_group(self) -> None:
         self._count = 0
 
@@ -606,17 +611,19 @@ def create(options: Any, _: object = None) -> ProcessGroup | _DeviceBackend:
     _check_torch()
     if getattr(options, "enable_reconfigure", False):  # older versions have none
         return _create_reconfigurable(options)
-    members = list(options.global_ranks_in_group)
-    rank, size = options.group_rank, options.group_size
+    rank, size, store = options.group_rank, options.group_size, options.store
+    members = list(options.global_ranks_in_group) or list(range(size))
     if not dist.is_initialized():  # the default group, of all ranks
-        board = TorchBoard(options.store, "the program's store", "job")
+        board = TorchBoard(store, "the program's store", "job")
         running = job.init_at_store(board, rank, size)
         members = list(range(size))
     else:
         running = job.current("new_group")
+        if isinstance(dist.group.WORLD, ProcessGroup):
+            store = dist.group.WORLD._meeting_store(members, store)
     _engines.of(running.engine)
-    number = _agree_on_number(options.store, rank, size)
-    running.engine.form_group(number, members or list(range(size)))
+    number = _agree_on_number(store, rank, size)
+    running.engine.form_group(number, members)
     group = ProcessGroup(running.engine, number, rank, size, options.timeout)
     group.device_backend = _DeviceBackend(group)
     if not _is_alone(options):

@@ -89,6 +89,7 @@ class ReconfigurableGroup(ProcessGroup):
         self._sparse_count = 0
         self._job: Job | None = None
         self._why = "before its first reconfigure; exchange the handles of _get_reconfigure_handle, then _reconfigure"
+        self._meeting = ""  # where the present members have met in the store
         self._uuids: set[int] = set()
         self._aborted = False
         self._handle = f"{PREFIX}{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(16)}"
@@ -107,6 +108,11 @@ class ReconfigurableGroup(ProcessGroup):
 
     def _members(self) -> Sequence[int]:
         return range(self._size)
+
+    def _meeting_store(self, members: Sequence[int], given: Any) -> Any:
+        # Torch's has a name that counts groups of before, and newcomers have made none of these.
+        del given
+        return dist.PrefixStore(f"{self._meeting}/groups/{','.join(map(str, members))}", self._store)
 
     def get_reconfigure_handle(self) -> str:
         """What names this process to the others; the same as long as the group lives."""
@@ -156,7 +162,8 @@ class ReconfigurableGroup(ProcessGroup):
         self._why = f"after a reconfigure that failed (uuid {opts.uuid}); _reconfigure with a new uuid"
         # By the handles, too: disjoint groups may have one uuid, and who was given others meets nobody.
         digest = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:32]
-        board = TorchBoard(self._store, "the program's store", f"reconfigure/{opts.uuid}/{digest}")
+        self._meeting = f"reconfigure/{opts.uuid}/{digest}"
+        board = TorchBoard(self._store, "the program's store", self._meeting)
         try:
             begun = job.init_at_store(board, rank, len(handles), rendezvous_timeout_s=limit.total_seconds())
         finally:
