@@ -244,7 +244,29 @@ class Work(dist.Work):
             self._error = error
             future, self._pending = self._pending, None
         if future is not None:
-            future.set_exception(error)
+            _fail_future(future, error)
+
+
+class _Failed:
+    """What a future holds in place of tensors that will never come."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce_ex__(self, _: object) -> Any:
+        # Native code, as DDP's, finds tensors in what Python has put into a future by pickling it, and takes the first
+        # without looking whether there is one.
+        raise self.error
+
+
+def _fail_future(future: Any, error: Exception) -> None:
+    """As its set_exception, which tells Python alone: native code would take the error for tensors, and crash."""
+
+    def unwrap(failed: _Failed) -> None:
+        raise failed.error
+
+    future._set_unwrap_func(unwrap)
+    future.set_result(_Failed(error))
 
 
 class _CallbackThreads:
