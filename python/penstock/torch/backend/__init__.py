@@ -19,11 +19,13 @@ reductions  which reductions the engine computes
 sparse      sums of sparse tensors
 debug       finding the rank that does something else
 reconfiguring  a process group whose members change
+creating    which of them a program gets, and in which job
 """
 
 from __future__ import annotations
 
-from penstock.torch.backend.group import ProcessGroup, create
+from penstock.torch.backend.creating import create
+from penstock.torch.backend.group import ProcessGroup
 from penstock.torch.registration import register_backend
 
 __all__ = ["ProcessGroup", "create"]
