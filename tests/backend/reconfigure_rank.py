@@ -57,9 +57,12 @@ def train(members):
     """A wrapped model takes the mean over these processes: its native code has to know how many they are."""
     model = torch.nn.Linear(1, 1, bias=False)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    wrapped(torch.full((1, 1), process + 1.0)).sum().backward()
+    for _ in range(3):  # only then has it the buckets that it keeps
+        model.zero_grad()
+        wrapped(torch.full((1, 1), process + 1.0)).sum().backward()
     mean = sum(member + 1.0 for member in members) / len(members)
     assert abs(model.weight.grad.item() - mean) < 1e-5, (model.weight.grad, mean)
+    return wrapped
 
 
 def refused(kind, words, call):
@@ -101,7 +104,7 @@ if process < size - 1:
     assert total.item() == len(first)
     reconfigure(301, meet("in order", first))
     check(first)
-    train(first)
+    wrapped = train(first)
     part = dist.new_group([0, 2])
     if process != 1:
         dist.all_reduce(torch.ones(1), group=part)
@@ -118,8 +121,9 @@ if process < size - 1:
         except Exception as error:  # noqa: BLE001 - what it is gets judged below
             failures.append(error)
 
-    # A future gives the error on as a RuntimeError that has its text.
-    waits = [works[0].wait, works[1].get_future().wait] if works else []
+    # A backward gives the error on as a RuntimeError that has its text.
+    backward = wrapped(torch.ones(1, 1)).sum().backward
+    waits = [works[0].wait, works[1].get_future().wait, backward] if works else []
     threads = [threading.Thread(target=wait, args=[call], daemon=True) for call in waits]
     for thread in threads:
         thread.start()
@@ -136,6 +140,7 @@ if process < size - 1:
     # Of the group itself, as torch looks for the new rank among the old members where it describes the error.
     refused(ps.PenstockError, "", lambda: part.allreduce([torch.ones(1)]).wait())
     check(survivors)
+    train(survivors)
     store.set("lost", "1")
 else:
     survivors = [member for member in first if member != 1]
