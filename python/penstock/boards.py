@@ -342,7 +342,7 @@ def _open(point: MeetingPoint, rank: int, ranks: int, deadline: float, limit_s: 
             return TorchBoard(store, str(point), point.scope)
         from penstock.tcp_board import HostedBoard, RemoteBoard
 
-        return HostedBoard(point, ranks) if rank == 0 else RemoteBoard(point, rank, limit_s)
+        return HostedBoard(point, ranks, deadline) if rank == 0 else RemoteBoard(point, rank, limit_s)
     helper = _Helper()
     try:
         store = _join_store(point, rank, deadline, limit_s, helper)

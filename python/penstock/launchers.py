@@ -109,6 +109,9 @@ _LAUNCHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
 )
 
+# What srun gives to each task. A batch script has the number of a task as well, 0, and is none: Slurm starts it once.
+_OF_A_SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
+
 
 def _missing(launcher: str, present: str, missing: str) -> ConfigError:
     return ConfigError(
@@ -116,9 +119,42 @@ def _missing(launcher: str, present: str, missing: str) -> ConfigError:
     )
 
 
+def _by_srun(environ: Mapping[str, str]) -> bool:
+    """Whether variables of PMI are srun's own (``--mpi=pmi2``), which counts tasks as it does, and no mpirun's."""
+    return (
+        any(name in environ for name in _OF_A_SLURM_STEP)
+        and "MPI_LOCALNRANKS" not in environ
+        and environ.get("PMI_RANK") == environ.get("SLURM_PROCID")
+        and environ.get("PMI_SIZE") == environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    )
+
+
+def _alone_in_a_batch_script(environ: Mapping[str, str]) -> bool:
+    """Whether this is a batch script of Slurm, or started by one: it runs once, on the first node.
+
+    Raises:
+        ConfigError: The script's job has several tasks or nodes, of which this process would use a part.
+    """
+    if environ.get("SLURM_PROCID") != "0" or any(name in environ for name in _OF_A_SLURM_STEP):
+        return False
+    nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if tasks != "1" or nodes != "1":
+        raise ConfigError(
+            f"Slurm: SLURM_PROCID is set and SLURM_STEP_ID is missing, so this is the batch script itself, which runs "
+            f"once, and none of the tasks of the job ({tasks} on {nodes} node(s)). In the script, put srun before the "
+            "command; or start it by torchrun, or penstock run; or give world_size=1 to penstock.init to be alone"
+        )
+    return True
+
+
 def _from_launcher(environ: Mapping[str, str]) -> tuple[str, dict[str, object], dict[str, str]]:
     """Rank and size as the first launcher that left a trace says, or those of a single process."""
     for launcher, rank_variable, size_variables in _LAUNCHERS:
+        if launcher == "MPICH (PMI)" and _by_srun(environ):
+            continue
+        if launcher == "Slurm" and _alone_in_a_batch_script(environ):
+            continue
         size_variable = next((name for name in size_variables if name in environ), None)
         if rank_variable not in environ:
             # Slurm gives the number of tasks to a plain allocation shell as well, which is not one of the tasks.
@@ -135,16 +171,17 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[str, dict[str, object], 
 
 def _single_machine_scope(environ: Mapping[str, str], parent_pid: int) -> str | None:
     """A name for this start of this job if its launcher says that all ranks are on one machine, else None."""
+    # Before Slurm: a batch script may start several of them at the same time, which share the variables of its job.
+    for local, total in (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE")):
+        if local in environ and environ[local] == environ.get(total):
+            # MPICH's launcher names no job, but it is the parent of every rank on the machine.
+            return f"mpi-{environ.get('PMIX_NAMESPACE', f'parent-{parent_pid}')}"
     if "SLURM_PROCID" in environ:
         nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES")))
         job_id = environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID"))
         if nodes == "1" and job_id is not None:
             step_id = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
             return f"slurm-{job_id}-{step_id}"
-    for local, total in (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("MPI_LOCALNRANKS", "PMI_SIZE")):
-        if local in environ and environ[local] == environ.get(total):
-            # MPICH's launcher names no job, but it is the parent of every rank on the machine.
-            return f"mpi-{environ.get('PMIX_NAMESPACE', f'parent-{parent_pid}')}"
     return None
 
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.boards import Board, first_line, polls
 from penstock.errors import ConfigError, PeerLost, PenstockError, Timeout
@@ -27,21 +27,37 @@ __all__ = ["HostedBoard", "RemoteBoard"]
 ANSWER_S = 5.0  # after which a client takes a connection for broken
 GRACE_S = 0.5  # for what is said after the limit: why this rank gives up
 REFUSED_S = 1.0  # after which a rank 0 that was there is taken to have ended
+RESOLVE_S = 30.0  # for rank 0's own name: that of a Kubernetes pod is in its DNS some seconds after the pod has started
 _FROM_RANKS = re.compile(r"(?:arrival|address|done)/(0|[1-9][0-9]{0,3})|trouble")
 
 
-def listen(point: MeetingPoint) -> socket.socket:
+def _resolved(point: MeetingPoint, deadline: float) -> list[tuple[Any, ...]]:
+    """The addresses of its host; asked for until there are some, or `deadline` passes, by `time.monotonic`.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    last: OSError | None = None
+    for _ in polls(min(deadline, time.monotonic() + RESOLVE_S)):
+        try:
+            return [*socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)]
+        except OSError as error:
+            last = error
+    raise ConfigError(f"cannot resolve {point.host!r} of {point} ({point.found_in}): {last}") from last
+
+
+def listen(point: MeetingPoint, deadline: float = 0.0) -> socket.socket:
     """A listener at the meeting point and nowhere else.
+
+    Args:
+        point: Where.
+        deadline: How long its name may stay unknown, by `time.monotonic`; never longer than `RESOLVE_S`.
 
     Raises:
         ConfigError: The port is taken, or it is no address of this machine.
     """
     last: OSError | None = None
-    try:
-        candidates = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"cannot resolve {point.host!r} of {point} ({point.found_in}): {error}") from error
-    for family, kind, protocol, _, address in candidates:
+    for family, kind, protocol, _, address in _resolved(point, deadline):
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         host = str(address[0])
@@ -72,6 +88,7 @@ class HostedBoard(Board):
     Args:
         point: Where to listen.
         ranks: The number of ranks, each of which may hold a connection.
+        deadline: See `listen`.
 
     Raises:
         ConfigError: The port is taken, or it is no address of this machine.
@@ -79,14 +96,14 @@ class HostedBoard(Board):
 
     keeps_proven = True
 
-    def __init__(self, point: MeetingPoint, ranks: int) -> None:
+    def __init__(self, point: MeetingPoint, ranks: int, deadline: float = 0.0) -> None:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._unproven: dict[str, bytes] = {}
         self._job = ""
         self._accepts: Callable[[str, bytes], bool] = lambda key, value: False
-        self._server = KeyServer(listen(point), ranks, self._proven, self._offer, "penstock-board")
+        self._server = KeyServer(listen(point, deadline), ranks, self._proven, self._offer, "penstock-board")
 
     @property
     def port(self) -> int:

@@ -138,7 +138,7 @@ def test_any_environment_gives_a_consistent_launch_or_config_error(environ):
 def test_each_launcher_gives_its_rank_and_size(rank, size):
     for launcher, rank_variable, size_variables in launchers._LAUNCHERS:
         for size_variable in size_variables:
-            environ = {rank_variable: str(rank), size_variable: str(size)}
+            environ = {rank_variable: str(rank), size_variable: str(size), "SLURM_STEP_ID": "0"}
             if rank >= size:
                 with pytest.raises(ps.ConfigError, match="not below the number of processes"):
                     discover(environ, rendezvous="file:///tmp/meet")
@@ -242,6 +242,40 @@ def test_slurm_meets_at_the_first_node_of_the_step(nodes, first):
 def test_mpirun_inside_slurm_asks_mpirun():
     environ = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     assert discover(environ, rendezvous="file:///tmp/meet").options.rank == 3
+
+
+def test_each_mpirun_of_a_batch_script_meets_in_a_directory_of_its_own():
+    script = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "123", "SLURM_NNODES": "1", "SLURM_NTASKS": "4"}
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    one, other = (discover({**script, **hydra}, parent_pid=pid) for pid in (10, 11))
+    assert (one.launcher, one.options.rank, one.options.world_size) == ("MPICH (PMI)", 1, 2)
+    assert one.meeting_point is not None and other.meeting_point is not None
+    assert one.meeting_point.path != other.meeting_point.path
+
+
+def test_pmi_of_srun_is_slurms():
+    step = {"SLURM_STEP_ID": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[1-2]"}
+    task = {**step, "SLURM_PROCID": "3", "SLURM_JOB_ID": "123", "SLURM_NNODES": "2", "PMI_RANK": "3", "PMI_SIZE": "4"}
+    launch = discover(task, secret=SECRET)
+    assert (launch.launcher, launch.options.rank, launch.options.world_size) == ("Slurm", 3, 4)
+    assert str(launch.meeting_point) == "tcp://node1:15127"
+    placed = discover({**task, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, secret=SECRET).meeting_point
+    assert placed is not None and placed.scope == "slurm-123-4"
+    # An mpirun that this task has started counts by itself.
+    launch = discover({**task, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, secret=SECRET)
+    assert (launch.launcher, launch.options.rank, launch.options.world_size) == ("MPICH (PMI)", 1, 2)
+
+
+def test_a_batch_script_is_none_of_its_tasks():
+    script = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]"}
+    for more in ({"SLURM_NTASKS": "4", "SLURM_NNODES": "1"}, {"SLURM_JOB_NUM_NODES": "2"}):
+        with pytest.raises(ps.ConfigError, match="put srun before the command"):
+            discover({**script, **more})
+        assert discover({**script, **more}, world_size=1).options.world_size == 1
+        started = discover({**script, **more, **TORCHRUN})
+        assert (started.launcher, started.options.rank) == ("torchrun", 1)
+    alone = discover({**script, "SLURM_NTASKS": "1", "SLURM_NNODES": "1"})
+    assert (alone.launcher, alone.options.world_size) == ("none", 1)
 
 
 def test_a_launchers_job_is_told_apart_wherever_it_meets():

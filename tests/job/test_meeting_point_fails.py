@@ -18,6 +18,7 @@ from meeting import assert_met, free_port, meet
 
 from penstock import key_server, tcp_board
 from penstock.boards import polls
+from penstock.errors import ConfigError
 from penstock.launchers import MeetingPoint
 from penstock.sealing import unseal
 
@@ -380,3 +381,23 @@ def test_a_stranger_makes_up_no_keys():
         assert all(board.get(f"job/{stage}") for stage in ("arrival/1", "address/11", "trouble"))
     finally:
         board.close()
+
+
+def test_rank_0_waits_for_its_own_name(monkeypatch):
+    """That of a pod is not known at once; one that never is, is named when the limit is over."""
+    known, asked = socket.getaddrinfo, []
+
+    def late(host, *arguments, **options):
+        asked.append(host)
+        if host == "pod-0.job" and len(asked) > 3:
+            return known("127.0.0.1", *arguments, **options)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    point = MeetingPoint("tcp", "pod-0.job", 0, found_in="this test")
+    tcp_board.HostedBoard(point, 2, time.monotonic() + PATIENCE_S).close()
+    assert asked == ["pod-0.job"] * 4
+    nowhere = MeetingPoint("tcp", "nowhere.job", 0, found_in="this test")
+    for limit_s in (-1.0, 0.1):
+        with pytest.raises(ConfigError, match=r"cannot resolve 'nowhere.job' of tcp://nowhere.job:0 \(this test\)"):
+            tcp_board.HostedBoard(nowhere, 2, time.monotonic() + limit_s)
