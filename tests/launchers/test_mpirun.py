@@ -1,0 +1,77 @@
+"""MPICH's and Open MPI's mpirun as Debian has them: on this machine, and MPICH's on two hosts."""
+
+import pytest
+import real
+
+pytestmark = pytest.mark.long
+SIZE = 4
+TO_A_HOST = """\
+#!/bin/sh
+# What mpirun takes for ssh: a host's name, and a command line for a shell there.
+case "$1" in
+{cases}
+*) echo "there is no host $1" >&2; exit 1 ;;
+esac
+host=$1; shift
+exec ip netns exec "$namespace" unshare --uts sh -c 'echo "$0" >/proc/sys/kernel/hostname && exec sh -c "$1"' "$host" "$*"
+"""
+
+
+def mpich():
+    return [real.need("mpirun.mpich", "mpich"), "-n", SIZE]
+
+
+def openmpi():
+    # It counts processors, of which there are fewer here, and does not like to be started by root.
+    return [real.need("mpirun.openmpi", "openmpi-bin"), "--allow-run-as-root", "--oversubscribe", "-n", SIZE]
+
+
+LAUNCHERS = pytest.mark.parametrize(
+    ("mpirun", "launcher"), [(mpich, "MPICH (PMI)"), (openmpi, "OpenMPI")], ids=["mpich", "openmpi"]
+)
+
+
+@LAUNCHERS
+def test_ranks_of_one_machine_meet_in_a_private_directory(mpirun, launcher, tmp_path):
+    found = []
+    for number in range(2):
+        folder = real.made(tmp_path / f"facts{number}")
+        real.run_here([*mpirun(), real.PYTHON, real.FACTS, folder], tmp_path, TMPDIR=str(tmp_path))
+        found.append(real.check_facts(folder, launcher, SIZE))
+    assert all(meet.startswith(f"file://{tmp_path}/") for meet in found)
+    assert found[0] != found[1]  # another run, another place
+
+
+@LAUNCHERS
+def test_two_lines_on_one_machine(mpirun, launcher, tmp_path):
+    folder = real.made(tmp_path / "together")
+    said = real.run_here([*mpirun(), real.PYTHON, real.TWO_LINES, folder], tmp_path, TMPDIR=str(tmp_path))
+    assert "Traceback" not in said
+    real.check_two_lines(folder, SIZE)
+
+
+@LAUNCHERS
+def test_penstock_run_makes_the_last_task_a_server(mpirun, launcher, tmp_path):
+    folder = real.made(tmp_path / "together")
+    command = [real.PYTHON, "-m", "penstock", "run", "--servers", 1, real.TWO_LINES, folder]
+    real.run_here([*mpirun(), *command], tmp_path, TMPDIR=str(tmp_path))
+    real.check_two_lines(folder, SIZE - 1)
+
+
+def test_mpich_on_two_hosts(tmp_path):
+    mpirun = mpich()
+    with real.cluster() as cluster:
+        cases = "\n".join(f"{host.name}) namespace={host.namespace} ;;" for host in cluster.hosts)
+        ssh = tmp_path / "ssh"
+        ssh.write_text(TO_A_HOST.format(cases=cases), encoding="utf-8")
+        ssh.chmod(0o755)
+        first = cluster.hosts[0]
+        names = ",".join(f"{host.name}:2" for host in cluster.hosts)
+        there = ["-hosts", names, "-launcher", "rsh", "-launcher-exec", ssh, "-iface", first.interface]
+        told = {"MASTER_ADDR": first.address, "MASTER_PORT": real.PORT}
+        for program, folder in ((real.FACTS, tmp_path / "facts"), (real.TWO_LINES, tmp_path / "together")):
+            command = [*mpirun, *there, real.PYTHON, program, real.made(folder)]
+            real.run_on([first], [command], tmp_path, **told)
+        meet = real.check_facts(tmp_path / "facts", "MPICH (PMI)", SIZE)
+        assert meet == f"tcp://{first.address}:{real.PORT}"
+    real.check_two_lines(tmp_path / "together", SIZE)
