@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 LOCK := requirements/dev.lock
 
 # Environments that the project itself does without, each by the lock of its name: for `make docs`, `make wheel`,
-# `make test-integrations`.
+# `make test-integrations`, `make test-launchers`.
 TOOLS := .tools
 
-LONG := test-long test-failures test-churn test-delays explore fuzz
+LONG := test-long test-failures test-churn test-launchers test-delays explore fuzz
 
 ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed
@@ -22,7 +22,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/target
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo check test test-rust test-python test-gpu test-integrations long test-long test-failures test-churn test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers wheel docs lint format lock clean
+.PHONY: help venv build demo check test test-rust test-python test-gpu test-integrations long test-long test-failures test-churn test-launchers test-delays explore fuzz bench-wire bench-priority bench-overhead bench-allreduce bench-gpu lab-peers wheel docs lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,13 +87,18 @@ long: ## Run what takes too long for each change, all of it also if some fails; 
 	.ci/long $(LONG)
 
 test-long: build ## The combinations that `make test` leaves out
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup -m long $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup -m long --ignore tests/launchers $(ARGS)
 
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)
 
 test-churn: build ## Kill, stop and cut off ranks of elastic jobs in 6 seeded runs, and let others come; a table of it all; needs root
 	PYTHONPATH=tests/elastic:. $(BIN)/python tests/elastic/many_churns.py $(ARGS)
+
+# Debian: apt-get install iproute2 util-linux mpich openmpi-bin slurmctld slurmd slurm-client munge. What is missing is skipped,
+# with the package that has it. Slurm's and MUNGE's services need not run: tests start their own, in folders of their own.
+test-launchers: build $(TOOLS)/launchers/.installed ## Start jobs by the real torchrun, mpirun and Slurm, on emulated hosts; check the files for Kubernetes; needs root
+	$(BIN)/python -m pytest -rs -m long tests/launchers $(ARGS)
 
 SEEDS ?= 60
 test-delays: ## Run the Rust tests of threads and sockets with threads delayed at random, SEEDS runs of each
@@ -161,7 +166,7 @@ format: $(ENVIRONMENT) ## Format the sources
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-LOCKS ?= dev docs integrations wheel
+LOCKS ?= dev docs integrations launchers wheel
 lock: $(ENVIRONMENT) ## Resolve requirements/*.in anew into *.lock (needs uv); LOCKS=docs for one of them
 	for name in $(LOCKS); do \
 		uv pip compile --universal --python-version 3.10 --no-header --no-annotate requirements/$$name.in -o requirements/$$name.lock || exit; \

@@ -99,6 +99,8 @@ FRAMEWORKS = "tests/integrations/test_frameworks.py::test_"
 HUGGING_FACE = By(f"{FRAMEWORKS}hugging_face_trains_under_penstock_run_as_on_gloo")
 NO_TORCHVISION = {"vgg19": "lab:vgg19"}  # tests/cost/test_explain.py has a torchvision
 IMAGES = {"DIR": "../shared/data/cifar10"}
+C10D = "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node1:29500 --rdzv-id run1"
+CLUSTER = Not("takes a cluster: tests/launchers/test_kubernetes.py checks the files, and runs what is in them")
 
 TABLE = {
     # README and the several hosts
@@ -126,6 +128,36 @@ TABLE = {
     "pip install penstock[lightning]": Not("changes the environment"),
     "pip install penstock[ray]": Not("changes the environment"),
     "mpirun -x PENSTOCK_SECRET": Not("takes OpenMPI"),
+    # launchers
+    f"torchrun {C10D} train.py": By(
+        "tests/launchers/test_torchrun_hosts.py::test_two_lines_under_torchrun_on_two_hosts"
+    ),
+    f"PENSTOCK_REPLACE_DDP=1 torchrun {C10D} train_ddp.py": By(
+        "tests/launchers/test_torchrun_hosts.py::test_a_ddp_program_under_torchrun_on_two_hosts"
+    ),
+    "mpirun -n 4 python train.py": By("tests/launchers/test_mpirun.py::test_two_lines_on_one_machine"),
+    "mpirun -hosts node1:4,node2:4 -n 8 -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 python train.py": By(
+        "tests/launchers/test_mpirun.py::test_mpich_on_two_hosts"
+    ),
+    "mpirun --host node1:4,node2:4 -n 8 -x PENSTOCK_SECRET -x MASTER_ADDR=node1 -x MASTER_PORT=29500 python train.py": Not(
+        "takes a second machine with OpenMPI; tests/launchers/test_mpirun.py runs it on one"
+    ),
+    "mpirun -n 2 env": Not("shows what another launcher sets"),
+    "srun --nodes 2 --ntasks 8 python train.py": By("tests/launchers/test_slurm.py::test_two_lines_on_two_nodes"),
+    "srun penstock run --servers 2 train.py": By(
+        "tests/launchers/test_slurm.py::test_penstock_run_makes_the_last_task_a_server"
+    ),
+    "srun --export=NONE": Not("is what goes wrong"),
+    f"srun --nodes 2 --ntasks-per-node 1 torchrun {C10D} train_ddp.py": By(
+        "tests/launchers/test_slurm.py::test_torchrun_on_each_node_with_a_ddp_program"
+    ),
+    "kubectl create secret generic penstock-train --from-literal=secret=$(openssl rand -hex 32)": CLUSTER,
+    "kubectl apply -f examples/kubernetes/job.yaml": CLUSTER,
+    "kubectl apply --server-side -f examples/kubernetes/runtime.yaml": CLUSTER,
+    "kubectl apply -f examples/kubernetes/trainjob.yaml": CLUSTER,
+    "apt-get install iproute2 util-linux mpich openmpi-bin slurmctld slurmd slurm-client munge": Not(
+        "changes the machine"
+    ),
     # CONTRIBUTING
     "python -m pytest FILE": Run(put={"FILE": "tests/measure/test_links.py"}),
     ".ci/run": Not("runs all tests, of which this is one"),

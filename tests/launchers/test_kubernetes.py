@@ -1,4 +1,4 @@
-"""The files of examples/kubernetes/: valid by the schemas of their resources, and their commands start jobs on hosts."""
+"""The files of examples/kubernetes/: valid by the schemas of their resources; their commands start jobs on hosts."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_files_are_valid_by_the_schemas_of_their_resources():
         ("runtime.yaml", "numNodes: 2", "numNodes: two"),
         ("runtime.yaml", "                      command:", "                      commands:"),
         ("runtime.yaml", "kind: ClusterTrainingRuntime", "kind: ClusterRuntime"),
-        ("trainjob.yaml", "    name: penstock\n", ""),
+        ("trainjob.yaml", "runtimeRef:", "runtimeReference:"),
         ("trainjob.yaml", "numNodes: 3", "numberNodes: 3"),
     ],
 )

@@ -13,7 +13,8 @@ case "$1" in
 *) echo "there is no host $1" >&2; exit 1 ;;
 esac
 host=$1; shift
-exec ip netns exec "$namespace" unshare --uts sh -c 'echo "$0" >/proc/sys/kernel/hostname && exec sh -c "$1"' "$host" "$*"
+named='echo "$0" >/proc/sys/kernel/hostname && exec sh -c "$1"'
+exec ip netns exec "$namespace" unshare --uts sh -c "$named" "$host" "$*"
 """
 
 
@@ -68,10 +69,10 @@ def test_mpich_on_two_hosts(tmp_path):
         first = cluster.hosts[0]
         names = ",".join(f"{host.name}:2" for host in cluster.hosts)
         there = ["-hosts", names, "-launcher", "rsh", "-launcher-exec", ssh, "-iface", first.interface]
-        told = {"MASTER_ADDR": first.address, "MASTER_PORT": real.PORT}
+        there += ["-genv", "MASTER_ADDR", first.address, "-genv", "MASTER_PORT", real.PORT]
         for program, folder in ((real.FACTS, tmp_path / "facts"), (real.TWO_LINES, tmp_path / "together")):
             command = [*mpirun, *there, real.PYTHON, program, real.made(folder)]
-            real.run_on([first], [command], tmp_path, **told)
+            real.run_on([first], [command], tmp_path)
         meet = real.check_facts(tmp_path / "facts", "MPICH (PMI)", SIZE)
         assert meet == f"tcp://{first.address}:{real.PORT}"
     real.check_two_lines(tmp_path / "together", SIZE)
