@@ -139,7 +139,8 @@ TABLE = {
     "mpirun -hosts node1:4,node2:4 -n 8 -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 python train.py": By(
         "tests/launchers/test_mpirun.py::test_mpich_on_two_hosts"
     ),
-    "mpirun --host node1:4,node2:4 -n 8 -x PENSTOCK_SECRET -x MASTER_ADDR=node1 -x MASTER_PORT=29500 python train.py": Not(
+    "mpirun --host node1:4,node2:4 -n 8 -x PENSTOCK_SECRET -x MASTER_ADDR=node1 -x MASTER_PORT=29500 "
+    "python train.py": Not(
         "takes a second machine with OpenMPI; tests/launchers/test_mpirun.py runs it on one"
     ),
     "mpirun -n 2 env": Not("shows what another launcher sets"),
