@@ -28,6 +28,8 @@ PYTHON = sys.executable
 
 LIMIT_S = 240
 """For one job, whose ranks wait for each other a quarter as long."""
+END_S = 10
+"""For a launcher that is asked to end, with all that it has started."""
 DIFFERENCE_MAX = 1e-10
 """Relative, of all parameters in float64, from those of one process."""
 DDP_DIFFERENCE_MAX = 1e-5
@@ -70,6 +72,16 @@ def cluster(hosts=2):
         yield made
 
 
+def end(process):
+    """End a launcher by its id. Asked to end, it first ends what it has started; killed outright, it cannot."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def ended_well(processes, files, limit_s=LIMIT_S):
     """Wait until all have ended, with status 0, and return what each has written to its file."""
     deadline = time.monotonic() + limit_s
@@ -79,7 +91,8 @@ def ended_well(processes, files, limit_s=LIMIT_S):
         statuses = [process.poll() for process in processes]
     finally:
         for process in processes:
-            process.kill()  # by its id; what it has started ends with its host, or with it
+            if process.poll() is None:
+                end(process)
     said = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     assert statuses == [0] * len(processes), f"statuses {statuses} (None: not within {limit_s} s)\n" + "\n".join(said)
     return said

@@ -30,7 +30,6 @@ PACKAGES = {
     "sinfo": "slurm-client",
 }
 READY_S = 90.0
-END_S = 5.0
 POLL_S = 0.1
 DISABLED_SINCE = (23, 2)
 """The first release that can do without control groups altogether. Earlier ones take version 1, and then use none."""
@@ -74,15 +73,15 @@ class SlurmCluster:
         self._folder = folder
         self._programs = programs
         self._daemons = []
-        self._munged = None
 
     def start(self, processors):
         """Start all daemons and wait until the nodes can be used."""
         self._configure(processors)
         self._start_munged()
-        self._daemon(self.hosts[0], "slurmctld")
+        slurm = ["-D", "-f", self._folder / "slurm.conf"]
+        self._daemon(self.hosts[0], "slurmctld", *slurm)
         for host in self.hosts:
-            self._daemon(host, "slurmd")
+            self._daemon(host, "slurmd", *slurm)
         self._await("all nodes are idle", lambda: self._states() == {host.name: "idle" for host in self.hosts})
 
     def told(self):
@@ -93,16 +92,6 @@ class SlurmCluster:
         """Give a command on the first node, as ``["srun", "-N2", ...]``, and return what it has said."""
         command = [self._programs.get(command[0], command[0]), *command[1:]]
         return real.run_on([self.hosts[0]], [command], folder, **self.told(), **more)[0]
-
-    def close(self):
-        """End MUNGE; the other daemons end with their hosts."""
-        if self._munged is not None:
-            self._munged.terminate()
-            try:
-                self._munged.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._munged.kill()
-                self._munged.wait()
 
     def _configure(self, processors):
         nodes = (f"NodeName={host.name} NodeAddr={host.address} CPUs={processors}" for host in self.hosts)
@@ -124,20 +113,16 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(64))
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{name}={self._folder}/munge.{end}" for name, end in files.items()]
-        with (self._folder / "munged.said").open("wb") as said:
-            self._munged = subprocess.Popen(
-                # It would refuse a folder that it finds too open, as it does where /tmp is unusual: this is one test's.
-                [self._programs["munged"], "--foreground", "--force", *options],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-            )
+        # By its socket all hosts reach it. It would refuse a folder that it finds too open, as it does where /tmp is
+        # unusual: this is one test's.
+        self._daemon(self.hosts[0], "munged", "--foreground", "--force", *options)
         self._await("munged listens", (self._folder / "munge.socket").exists)
 
-    def _daemon(self, host, program):
+    def _daemon(self, host, program, *options):
+        """Start it in the foreground; it ends with its host."""
         with (self._folder / f"{program}-{host.name}.said").open("wb") as said:
             process = host.start(
-                [self._programs[program], "-D", "-f", str(self._folder / "slurm.conf")],
+                [self._programs[program], *map(str, options)],
                 env=real.environment(**self.told()),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
@@ -166,8 +151,6 @@ class SlurmCluster:
         deadline = time.monotonic() + READY_S
         while not true():
             gone = [name for name, process in self._daemons if process.poll() is not None]
-            if self._munged is not None and self._munged.poll() is not None:
-                gone.append("munged")
             if gone or time.monotonic() > deadline:
                 why = f"{', '.join(gone)} ended" if gone else f"not within {READY_S:g} s"
                 pytest.fail(f"Slurm: no point at which {what}: {why}\n{self._logs()}", pytrace=False)
@@ -193,6 +176,5 @@ def slurm(hosts=2, processors=4):
             made.start(processors)
             yield made
         finally:
-            made.close()
             cluster.close()  # before the folder goes, in which daemons write
             shutil.rmtree(folder, ignore_errors=True)
