@@ -137,11 +137,10 @@ TABLE = {
     ),
     "mpirun -n 4 python train.py": By("tests/launchers/test_mpirun.py::test_two_lines_on_one_machine"),
     "mpirun -hosts node1:4,node2:4 -n 8 -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 python train.py": By(
-        "tests/launchers/test_mpirun.py::test_mpich_on_two_hosts"
+        "tests/launchers/test_mpirun.py::test_two_hosts"
     ),
     "mpirun --host node1:4,node2:4 -n 8 -x PENSTOCK_SECRET -x MASTER_ADDR=node1 -x MASTER_PORT=29500 "
-    "python train.py": Not("takes a second machine with OpenMPI; tests/launchers/test_mpirun.py runs it on one"),
-    "mpirun -n 2 env": Not("shows what another launcher sets"),
+    "python train.py": By("tests/launchers/test_mpirun.py::test_two_hosts"),
     "srun --nodes 2 --ntasks 8 python train.py": By("tests/launchers/test_slurm.py::test_two_lines_on_two_nodes"),
     "srun penstock run --servers 2 train.py": By(
         "tests/launchers/test_slurm.py::test_penstock_run_makes_the_last_task_a_server"

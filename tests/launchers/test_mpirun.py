@@ -1,4 +1,4 @@
-"""MPICH's and Open MPI's mpirun as Debian has them: on this machine, and MPICH's on two hosts."""
+"""MPICH's and Open MPI's mpirun as Debian has them: on this machine, and on two hosts."""
 
 import pytest
 import real
@@ -7,14 +7,14 @@ pytestmark = pytest.mark.long
 SIZE = 4
 TO_A_HOST = """\
 #!/bin/sh
-# What mpirun takes for ssh: a host's name, and a command line for a shell there.
+# What mpirun takes for ssh: a host's name, and a command line for a shell there, which has nothing of this environment.
 case "$1" in
 {cases}
 *) echo "there is no host $1" >&2; exit 1 ;;
 esac
 host=$1; shift
 named='echo "$0" >/proc/sys/kernel/hostname && exec sh -c "$1"'
-exec ip netns exec "$namespace" unshare --uts sh -c "$named" "$host" "$*"
+exec env -i PATH="$PATH" ip netns exec "$namespace" unshare --uts sh -c "$named" "$host" "$*"
 """
 
 
@@ -59,20 +59,35 @@ def test_penstock_run_makes_the_last_task_a_server(mpirun, launcher, tmp_path):
     real.check_two_lines(folder, SIZE - 1)
 
 
-def test_mpich_on_two_hosts(tmp_path):
-    mpirun = mpich()
+def mpich_there(hosts, ssh):
+    names = ",".join(f"{host.name}:2" for host in hosts)
+    meet = ["-genv", "MASTER_ADDR", hosts[0].address, "-genv", "MASTER_PORT", real.PORT]
+    return ["-hosts", names, "-launcher", "rsh", "-launcher-exec", ssh, "-iface", hosts[0].interface, *meet]
+
+
+def openmpi_there(hosts, ssh):
+    names = ",".join(f"{host.name}:2" for host in hosts)
+    meet = ["-x", f"MASTER_ADDR={hosts[0].address}", "-x", f"MASTER_PORT={real.PORT}", "-x", "PENSTOCK_SECRET"]
+    passed = ["-x", "PENSTOCK_RENDEZVOUS_TIMEOUT_S", "-x", "OMP_NUM_THREADS"]
+    return ["--host", names, "--mca", "plm_rsh_agent", ssh, *meet, *passed]
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "there", "launcher"),
+    [(mpich, mpich_there, "MPICH (PMI)"), (openmpi, openmpi_there, "OpenMPI")],
+    ids=["mpich", "openmpi"],
+)
+def test_two_hosts(mpirun, there, launcher, tmp_path):
+    command = mpirun()
     with real.cluster() as cluster:
         cases = "\n".join(f"{host.name}) namespace={host.namespace} ;;" for host in cluster.hosts)
-        ssh = tmp_path / "ssh"
+        ssh = tmp_path / "to-a-host"
         ssh.write_text(TO_A_HOST.format(cases=cases), encoding="utf-8")
         ssh.chmod(0o755)
         first = cluster.hosts[0]
-        names = ",".join(f"{host.name}:2" for host in cluster.hosts)
-        there = ["-hosts", names, "-launcher", "rsh", "-launcher-exec", ssh, "-iface", first.interface]
-        there += ["-genv", "MASTER_ADDR", first.address, "-genv", "MASTER_PORT", real.PORT]
+        command += [*there(cluster.hosts, ssh), real.PYTHON]
         for program, folder in ((real.FACTS, tmp_path / "facts"), (real.TWO_LINES, tmp_path / "together")):
-            command = [*mpirun, *there, real.PYTHON, program, real.made(folder)]
-            real.run_on([first], [command], tmp_path)
-        meet = real.check_facts(tmp_path / "facts", "MPICH (PMI)", SIZE)
+            real.run_on([first], [[*command, program, real.made(folder)]], tmp_path)
+        meet = real.check_facts(tmp_path / "facts", launcher, SIZE)
         assert meet == f"tcp://{first.address}:{real.PORT}"
     real.check_two_lines(tmp_path / "together", SIZE)

@@ -50,7 +50,7 @@ def test_ranks_on_two_nodes_meet_at_the_first_one(cluster, tmp_path):
 
 
 def test_tasks_that_have_pmi_from_slurm_are_slurms(cluster, tmp_path):
-    if "pmi2" not in cluster.run(["srun", "--mpi=list"], tmp_path):
+    if "pmi2" not in cluster.run(["srun", "--mpi=list"], tmp_path).split():
         pytest.skip("this Slurm has no plugin for PMI-2: apt-get install slurm-wlm-basic-plugins")
     folder = real.made(tmp_path / "facts")
     cluster.run([*srun("--mpi=pmi2"), real.FACTS, folder], tmp_path)
