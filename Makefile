@@ -10,7 +10,7 @@ LOCK := requirements/dev.lock
 # `make test-integrations`, `make test-launchers`.
 TOOLS := .tools
 
-LONG := test-long test-failures test-churn test-launchers test-delays explore fuzz
+LONG := test-long test-failures test-churn test-delays explore fuzz
 
 ENVIRONMENT := $(VENV)/.requirements-installed
 NATIVE := $(VENV)/.native-installed
