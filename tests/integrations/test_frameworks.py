@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 
@@ -315,6 +316,7 @@ NATIVE_HSDP = (
 )
 
 
+@pytest.mark.long
 def test_fsdp_averages_replicas_as_its_own_hsdp_on_gloo(on_gloo, tmp_path):
     """Half of the parameters is each rank's shard."""
     run(changed("with_fsdp.py", ("ps.shutdown()\n", f"{REPORT}ps.shutdown()\n")), tmp_path / "ours", *TORCHRUN, 4)
@@ -344,5 +346,5 @@ def test_a_missing_framework_is_named_with_what_to_install(module, framework):
         f"import sys\nsys.modules[{framework!r}] = None\n"
         f"try:\n    import penstock.integrations.{module}\nexcept ImportError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    done = programs.run("-c", program, timeout=LIMIT_S)
     assert f"`pip install penstock[{framework}]`" in done.stdout
