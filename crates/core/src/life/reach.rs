@@ -163,11 +163,12 @@ impl DialFailure {
                 (peer, Error::protocol(peer, reason))
             }
             Self::Refused { status: Status::WrongJob, .. } => {
-                let text = format!(
-                    "{refused}: it belongs to another job; check that all ranks were started together, with the same \
-                     job id and rendezvous"
+                // All have agreed on the job: who is there is not this peer.
+                let reason = format!(
+                    "rank {peer} is not there: a process of another job has its address. It has ended, and its port is \
+                     another's now, or the ranks were not started together, with the same job id and rendezvous"
                 );
-                (peer, Error::Authentication(text))
+                (peer, Error::PeerLost { rank: peer, reason })
             }
             Self::Refused { status: Status::UnknownRankOrLane, .. } => {
                 let text = format!(
@@ -252,6 +253,7 @@ mod tests {
         let (me, peer) = (Rank(1), Rank(2));
         let authentication: Kind = Error::Authentication;
         let protocol: Kind = |reason| Error::protocol(Rank(2), reason);
+        let lost: Kind = |reason| Error::PeerLost { rank: Rank(2), reason };
         let strange = "does not speak Penstock's protocol";
         let failures = Status::ALL.map(|status| DialFailure::Refused { status, version: 7 });
         for failure in failures.into_iter().chain([DialFailure::ListenerUnproven, DialFailure::NotPenstock]) {
@@ -259,7 +261,7 @@ mod tests {
                 DialFailure::Refused { status, .. } => match status {
                     Status::Superseded | Status::Busy => None,
                     Status::WrongVersion => Some((peer, protocol, "version 7 and this process")),
-                    Status::WrongJob => Some((peer, authentication, "rank 2 refused")),
+                    Status::WrongJob => Some((peer, lost, "a process of another job has its address")),
                     Status::UnknownRankOrLane => Some((peer, Error::Config, "rank 2 refused")),
                     Status::AuthenticationFailed => Some((me, authentication, SECRET)),
                     Status::WrongMagic | Status::Ok => Some((peer, protocol, strange)),

@@ -17,7 +17,10 @@ fn the_wrong_doer_is_told_what_is_wrong() {
     type Expected = fn(&Error) -> bool;
     let mistakes: [(Change, Expected); 4] = [
         (|c| c.secret.push(0), |e| matches!(e, Error::Authentication(text) if text.contains("secret"))),
-        (|c| c.job_id[3] ^= 1, |e| matches!(e, Error::Authentication(text) if text.contains("another job"))),
+        (
+            |c| c.job_id[3] ^= 1,
+            |e| matches!(e, Error::PeerLost { rank: Rank(0), reason } if reason.contains("another job")),
+        ),
         (|c| (c.rank, c.ranks) = (Rank(2), 3), |e| matches!(e, Error::Config(text) if text.contains("rank"))),
         (|c| c.lanes = 17, |e| matches!(e, Error::Config(text) if text.contains("lanes"))),
     ];
