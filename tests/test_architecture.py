@@ -1,6 +1,7 @@
 """The invariants of absence in ARCHITECTURE.md, checked: who may depend on whom, and what each part never touches."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -96,6 +97,12 @@ def dependencies(crate, *kinds):
 
 def without_comments(source):
     return re.sub(r"//.*", "", source)
+
+
+@functools.cache
+def nodes(source):
+    """All of a Python source, its module first, as `ast.walk` gives them; once for all tests that ask."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
 def python_modules():
@@ -348,7 +355,7 @@ def test_torch_is_imported_at_the_top_only_where_it_is_the_subject():
         name = path.relative_to(PACKAGE).as_posix()
         if name.startswith(MODULES_ON_TORCH):
             continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in nodes(path.read_text(encoding="utf-8"))[0].body:
             modules = []
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
@@ -359,7 +366,7 @@ def test_torch_is_imported_at_the_top_only_where_it_is_the_subject():
 
 def imported(path):
     """The top-level modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -381,7 +388,7 @@ def is_for_types_only(node):
 
 def imports_of(path, modules, *, types):
     """The modules of the package that a file imports, wherever in it; with or without those for types only."""
-    found, left = set(), [ast.parse(path.read_text(encoding="utf-8"))]
+    found, left = set(), [nodes(path.read_text(encoding="utf-8"))[0]]
     while left:
         node = left.pop()
         if is_for_types_only(node) and not types:
@@ -424,6 +431,7 @@ def graph_of(modules, *, types):
     return graph
 
 
+@functools.cache
 def package_circles(*, types):
     return circles(graph_of(modules_by_name(), types=types))
 
@@ -472,7 +480,7 @@ def test_the_map_of_a_package_names_its_modules(package):
 
 def tables_of(words, source):
     """The lines of a Python source in which two or more of these words stand together, and what they are."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
             entries = node.elts
         elif isinstance(node, ast.Dict):
@@ -552,7 +560,7 @@ def test_no_two_files_of_tests_have_one_name():
 
 def written_attributes(path):
     """What a file assigns to, as (holder, attribute): `slot.flight.token = 1` is (flight, token)."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             holder = node.value
             yield getattr(holder, "attr", getattr(holder, "id", "")), node.attr
@@ -594,7 +602,7 @@ def test_only_the_ledger_of_lent_memory_is_told_what_is_released():
     callers = {
         path.relative_to(PACKAGE).as_posix()
         for path in python_modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path.read_text(encoding="utf-8"))
         if isinstance(node, ast.Attribute) and node.attr == "landed" and ast.unparse(node.value).endswith("engine")
     }
     assert callers == {"lending.py"}
@@ -604,7 +612,7 @@ def pickles_in(source):
     """What a Python source may read a pickle by: modules, and loads that do not say that they read none."""
     told = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
     safe = set()
-    for node in ast.walk(ast.parse(source)):  # a call comes before what is called
+    for node in nodes(source):  # a call comes before what is called
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PICKLES)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -655,7 +663,7 @@ def made_by_default(source):
     `torch.frombuffer` take memory that is there.
     """
     makers = dict.fromkeys(("torch", "fft", "nested"), tensor_makers()) | {"nn": MODULES_WITH_TENSORS}
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             names = makers.get((node.module or "").rpartition(".")[2], set())
             yield from (alias.name for alias in node.names if alias.name in names)
@@ -704,7 +712,7 @@ def test_every_tensor_says_where_it_is_and_of_what_type():
 def test_only_config_reads_the_environment():
     readers = set()
     for path in python_modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             attribute = isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
             name = (
                 isinstance(node, ast.ImportFrom) and node.module == "os" and node.names[0].name in {"environ", "getenv"}
