@@ -80,7 +80,6 @@ SLOW = (
 # and those that compute take turns: several are run at a time.
 FIRST = (
     "device/test_on_late_device.py",
-    "tracing/test_late_jobs.py",
     "equality/test_programs.py",
     "failure/test_lost_ranks.py",
     "servers/test_updates.py",

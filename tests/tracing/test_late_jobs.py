@@ -55,6 +55,7 @@ def check_is_late(found, slow, cause):
     assert one["from_layer"] == {"compute": "0", "input": "3"}[cause], one
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("cause", ["compute", "input"])
 def test_who_is_slow_in_compute_or_in_its_loader_is_named_with_the_cause(cause, tmp_path):
     check_is_late(run(tmp_path, slow=1, cause=cause), 1, cause)
@@ -69,6 +70,7 @@ def test_whoever_it_is_it_is_named_every_time(cause, tmp_path):
         check_is_late(run(tmp_path / str(number), slow=slow, cause=cause), slow, cause)
 
 
+@pytest.mark.alone
 def test_of_ranks_that_are_alike_none_is_named(tmp_path):
     for one in run(tmp_path):
         assert (one["late"]["ranks"], one["late"]["why"]) == ([], None)
@@ -89,6 +91,7 @@ def test_whatever_way_gradients_take(options, tmp_path):
     check_is_late(run(tmp_path, slow=2, cause="input", **options), 2, "input")
 
 
+@pytest.mark.alone
 def test_a_member_of_a_group_is_named_and_not_its_head(tmp_path):
     check_is_late(run(tmp_path, 4, slow=3, cause="input", init={"groups": "[[0, 1], [2, 3]]"}), 3, "input")
 
@@ -109,6 +112,7 @@ def test_where_nothing_can_be_known_it_is_said_why(size, options, why, tmp_path)
         assert "is late by" not in one["rendered"]
 
 
+@pytest.mark.alone
 def test_those_who_are_left_of_an_elastic_job_name_who_is_late_among_them(tmp_path):
     what = {"slow": 0, "cause": "input", "dies": 1, "init": {"elastic": True, "line_rate_mbit": "off"}}
     with pytest.raises(AssertionError, match="rank 1 ended with status -9"):
@@ -154,6 +158,7 @@ def check_has_slow_link(directory, slow, number):
     assert 0.05 * one["step_ms"] < one["late_ms"] < one["step_ms"]
 
 
+@pytest.mark.alone
 def test_who_has_a_slow_link_is_named_with_the_cause(tmp_path):
     emulated()
     check_has_slow_link(tmp_path, 2, 0)
@@ -166,7 +171,8 @@ def test_whoever_has_the_slow_link_is_named_every_time(tmp_path):
         check_has_slow_link(tmp_path / str(number), number % 3, 1 + number)
 
 
-@pytest.mark.parametrize("cause", ["compute", pytest.param("input", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cause", ["compute", "input"])
 def test_over_links_that_are_alike_the_program_is_blamed(cause, tmp_path):
     emulated()
     found, logged = over_links(tmp_path, [200] * 3, 20, slow=1, cause=cause)
