@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
-from job_processes import barrier, run, run_well
+from job_processes import CONTEXT, barrier, run, run_well
 from torch import nn
 
 import penstock as ps
+from penstock.torch.access import distributed_for
 
 STEPS = 5
 
@@ -268,6 +269,28 @@ def of_different_lengths(rank, client):
 def test_ranks_with_different_numbers_of_batches(clients, tmp_path):
     size, groups = sum(map(len, clients)), clients if max(map(len, clients)) > 1 else None
     run_well(size, of_clients, tmp_path, clients, groups=groups, slice_bytes=4096, operation_timeout_s=20.0)
+
+
+def with_a_slow_end(rank, size, goes_on):
+    """Rank 1 asks for the owners' parameters late, when rank 0 would have gone on."""
+    model = Network()
+    ps.distribute(model, optimizer := sgd(model, 0.05), mode="async", staleness=3)
+    update = distributed_for(model).updates[0]
+    refresh = update.refresh
+    update.refresh = lambda: (rank == 1 and goes_on.wait(1.0), refresh())
+    with ps.join():
+        step_once(model, optimizer, rank, 0)
+    ended_with = bits(model)
+    if rank == 0:
+        step_once(model, optimizer, rank, 1)
+        goes_on.set()
+    ps.barrier()
+    return ended_with
+
+
+def test_all_have_the_same_at_the_end_though_one_goes_on_at_once(tmp_path):
+    one, other = run_well(2, with_a_slow_end, tmp_path, CONTEXT.Event())
+    assert one == other
 
 
 def of_clients(rank, size, clients):

@@ -106,7 +106,7 @@ def _joining(running: Job) -> Iterator[None]:
         distributed.gradients.step = max(steps_by_rank)
         distributed.drift.adopt(distributed.gradients.step)
         for update in _asynchronous(distributed):
-            update.refresh()  # nobody changes the owners' parameters any more
+            update.refresh_together("penstock.join")
         if not _asynchronous(distributed):
             _copy_all(distributed, is_source=source == running.rank, source=source)
 

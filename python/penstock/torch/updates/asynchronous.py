@@ -207,11 +207,15 @@ class AsyncUpdates(BackwardUpdates):
                 self._note_seen(slot)
         gradients.lent.collect()
 
+    def refresh_together(self, what: str) -> None:
+        """As `refresh`, and nobody changes the parameters before all have them. Collective; `what` is for messages."""
+        self.refresh()
+        self._book.meet(what)
+
     def _before_reading(self) -> None:
         """Collect the state, and let all ranks have the parameters that belong to it. Collective."""
         super()._before_reading()
-        self.refresh()
-        self._book.meet("optimizer.state_dict")  # nobody changes them before all have them
+        self.refresh_together("optimizer.state_dict")
 
     def report(self) -> dict[str, Any]:
         """By layer how stale this rank's gradients were: a number of others' updates, and how often it was that."""
