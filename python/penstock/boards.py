@@ -35,6 +35,7 @@ __all__ = ["Board", "FileBoard", "TorchBoard", "first_line", "open_board", "poll
 POLL_FIRST_S, POLL_LAST_S = 0.002, 0.1
 MESSAGE_BYTES_MAX = 16 << 20
 STORE_GRACE_S = 0.5  # for what is said to a store after the limit: why this rank gives up
+WAIT_S = 1.0  # at most, before a signal is looked for
 
 T = TypeVar("T")
 _NOTHING = "penstock: nothing is here"
@@ -96,10 +97,16 @@ class _Helper:
         """What the action returns or raises; TimeoutError at the deadline, and then this helper is of no more use."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((action, answers))
-        try:
-            result, error = answers.get(timeout=max(deadline - time.monotonic(), 0.0))
-        except queue.Empty:
-            raise TimeoutError("no answer") from None
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                # Not all of it at once: Ctrl-C just before Python waits is noticed only after that.
+                result, error = answers.get(timeout=min(max(left, 0.0), WAIT_S))
+            except queue.Empty:
+                if left > WAIT_S:
+                    continue
+                raise TimeoutError("no answer") from None
+            break
         if error is not None:
             raise error
         found: T = result
