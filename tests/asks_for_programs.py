@@ -2,8 +2,8 @@
 
 It starts in milliseconds. Signals that can be caught are passed on; when it is killed, the server kills the program.
 Descriptors that it inherits the program has, too, under the same numbers. What imports no PyTorch runs in a new
-interpreter: Penstock's own commands, and texts behind -c. So does what the server cannot be asked for, as by another
-user.
+interpreter: Penstock's own commands, and texts behind -c but for that of a fork server of `multiprocessing`. So does
+what the server cannot be asked for, as by another user.
 
 `programs` writes the first lines, which say where the server is, and which interpreter is the tests' own.
 """
@@ -16,11 +16,14 @@ import socket
 import sys
 
 OWN_COMMANDS = ("penstock", "penstock.launch.agent", "penstock.demo.worker")
+FORK_SERVER = "from multiprocessing.forkserver import main"
 
 
 def forkable(arguments):
-    """Whether it is a file, or a module of somebody's own."""
+    """Whether it is a file, or a module of somebody's own, or a fork server."""
     words = [word for word in arguments[:3] if word != "-u"]
+    if words[0] == "-c":
+        return words[1].startswith(FORK_SERVER)
     return words[0].endswith(".py") or (words[0] == "-m" and words[1] not in OWN_COMMANDS)
 
 
@@ -57,11 +60,15 @@ def ask(arguments):
         signal.signal(number, lambda number, _: send(process, number))
     for number in early:
         send(process, number)
-    return json.loads(server.recv(4096))["status"]
+    ended = server.recv(4096)
+    return json.loads(ended)["status"] if ended else -signal.SIGKILL  # the server is gone, and ends its programs
 
 
-if forkable(sys.argv[1:]) and os.access(DOOR, os.W_OK):  # noqa: F821
-    status = ask(sys.argv[1:])
+arguments = sys.argv[1:]
+while arguments[:1] == ["-B"]:  # as the tests' own interpreter has it, so has the server's
+    del arguments[0]
+if forkable(arguments) and os.access(DOOR, os.W_OK):  # noqa: F821
+    status = ask(arguments)
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

@@ -11,11 +11,14 @@ import time
 import traceback
 from dataclasses import dataclass
 
+import programs
+
 PATIENCE_S = 120.0
 """For a whole test on a busy machine; no limit under test."""
 
+# Its server is a program of `programs`, and so has imported before it begins what ranks need: five at a time run tests.
 CONTEXT = multiprocessing.get_context("forkserver")
-# Once, not by each of hundreds of ranks; the first optimizer imports dynamo.
+CONTEXT.set_executable(programs.interpreter())
 CONTEXT.set_forkserver_preload(["numpy", "pytest", "torch._dynamo", "penstock.torch.front_end"])
 
 OPTIONS = {"operation_timeout_s": 60.0, "peer_timeout_s": 10.0, "secret": "correct horse battery staple"}
