@@ -15,6 +15,10 @@ HERE = Path(__file__).parent
 # other, spinning, while other ranks have these cores. Programs and jobs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Jobs measure their lines when they start, which takes as long as all else that a small one does, and what is chosen by
+# the rate would be another thing in each run. Who tests that says "auto". For programs and jobs that tests start, too.
+os.environ.setdefault("PENSTOCK_LINE_RATE_MBIT", "1000")
+
 # Nothing here compiles for a GPU, and what is frozen below would be reported as leaked.
 sys.modules["triton"] = None
 

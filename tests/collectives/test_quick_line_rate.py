@@ -43,7 +43,7 @@ def rates_of_the_start(rank, size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_is_short_and_the_same_on_every_rank(size, tmp_path):
     """Seconds are the machine's load; what is sent has bounds."""
-    results = run_well(size, rates_of_the_start, tmp_path)
+    results = run_well(size, rates_of_the_start, tmp_path, line_rate_mbit="auto")
     first = results[0][0]
     assert first.source == quick.ONE_HOST
     # Wide enough for any load, and too narrow for a wrong unit.
@@ -113,7 +113,7 @@ def given_report(rank, size):
 
 
 def test_the_report_says_where_the_rate_comes_from(tmp_path):
-    assert run_well(2, given_report, tmp_path) == [(quick.ONE_HOST, quick.ONE_HOST)] * 2
+    assert run_well(2, given_report, tmp_path, line_rate_mbit="auto") == [(quick.ONE_HOST, quick.ONE_HOST)] * 2
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_nothing_is_measured_if_the_rate_is_given_or_it_is_turned_off(given, byt
 
 
 def test_one_rank_alone_has_nobody_to_measure_with(tmp_path):
-    assert run_well(1, given_rates, tmp_path) == [Rates()]
+    assert run_well(1, given_rates, tmp_path, line_rate_mbit="auto") == [Rates()]
 
 
 def start_and_lose_one(pipe, rank, place):
@@ -158,7 +158,7 @@ def start_and_lose_one(pipe, rank, place):
         quick._Pair._receive = lambda *_: os._exit(LOST_EXIT_CODE)
     began = time.monotonic()
     try:
-        ps.init(rank=rank, world_size=2, rendezvous=f"file://{place}", **OPTIONS)
+        ps.init(rank=rank, world_size=2, rendezvous=f"file://{place}", line_rate_mbit="auto", **OPTIONS)
     except ps.PeerLost as error:
         pipe.send((error.rank, time.monotonic() - began))
 

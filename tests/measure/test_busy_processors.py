@@ -17,7 +17,8 @@ import json, sys
 import penstock as ps
 from penstock import job
 from penstock.measure import quick
-options = dict(interface="10.77.0.0/24") if "tcp" in sys.argv[3] else {}
+options = dict(line_rate_mbit="auto")
+options |= dict(interface="10.77.0.0/24") if "tcp" in sys.argv[3] else {}
 ps.init(rank=int(sys.argv[1]), world_size=int(sys.argv[2]), rendezvous=sys.argv[3], **options)
 rates = job.current().rates
 print(json.dumps({"mbit": rates.bytes_per_s * 8 / 1e6, "doubtful": rates.source == quick.AT_LEAST}))

@@ -50,8 +50,8 @@ def start(directory, workers, servers, *options, program=TRAINING, **more):
     return programs.start(*command, cwd=directory, **pipes, **more)
 
 
-def run(*arguments, program=TRAINING):
-    process = start(*arguments, program=program)
+def run(*arguments, program=TRAINING, **more):
+    process = start(*arguments, program=program, **more)
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     finally:
@@ -139,6 +139,7 @@ def test_what_servers_make_no_sense_for_goes_among_the_workers(tmp_path):
     assert 0 < moved[0][0] <= STEPS * 3 * (first_layer + 4 * 200), "factors and a ring pass the server by"
 
 
+@pytest.mark.long
 def test_workers_with_different_numbers_of_batches_join(tmp_path):
     apart, _ = trained(tmp_path / "apart", 3, 2, "join")
     alike, _ = trained(tmp_path / "alike", 3, 0, "join")
@@ -384,7 +385,9 @@ ps.shutdown()
 def test_a_job_that_a_handler_of_a_signal_ends_while_it_ends_has_ended_when_the_handler_goes_on(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(ENDS_TWICE)
-    status, out, err = run(tmp_path / "job", 2, 1, program=program)
+    # Workers that have measured their lines together wait for each other when they end.
+    measures = {**os.environ, "PENSTOCK_LINE_RATE_MBIT": "auto"}
+    status, out, err = run(tmp_path / "job", 2, 1, program=program, env=measures)
     assert status == 0, err
     assert "[server 0] ended in order" in out
     assert (tmp_path / "job" / "ended").read_text() == "the engine was shut down"

@@ -53,7 +53,7 @@ def test_all_ranks_choose_the_same_groups_and_train_as_without(tmp_path):
 
 
 def test_what_was_measured_decides_on_all_ranks_alike(tmp_path):
-    (groups, reason, rates), *_ = run(tmp_path / "measured")
+    (groups, reason, rates), *_ = run(tmp_path / "measured", line_rate_mbit="auto")
     assert "16.8 MB through the store " in reason
     assert reason.startswith("by host: " if groups else "none: ")
     assert rates.inside_bytes_per_s not in (Rates().inside_bytes_per_s, rates.bytes_per_s), "measured by itself"
