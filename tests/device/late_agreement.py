@@ -57,7 +57,8 @@ def train(device, size=2, *, make=lambda: model_of("convolutions"), optimizer="s
 # Buffers
 
 
-@pytest.mark.parametrize(("arm", "size"), [("threads", 2), pytest.param("native", 3, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize(("arm", "size"), [("threads", 2), ("native", 3)])
 def test_buffers_of_rank_0_have_the_bits_of_the_host(monkeypatch, arm, size):
     monkeypatch.setattr(ranks, "arm", arm)
     found = has_the_bits_of_the_host(31, lambda device: train(device, size, broadcast_buffers=True))

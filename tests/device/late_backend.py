@@ -146,7 +146,8 @@ def main(scenes, rank, size, store, seed):
                 scene(int(rank), int(size), *(["late"] if scene is every_collective else []))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
 def test_the_backend(seed, tmp_path):
     scenes = ",".join(scene.__name__ for scene in SCENES)
     store = tmp_path / "store"

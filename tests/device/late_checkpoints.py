@@ -95,7 +95,7 @@ def same(found, expected):
     )
 
 
-@pytest.mark.parametrize("update", ["workers", "servers"])
+@pytest.mark.parametrize("update", ["workers", pytest.param("servers", marks=pytest.mark.long)])
 def test_checkpoints_have_the_bits_of_the_host(update, tmp_path):
     expected = train("cpu", tmp_path / "host", update)
     assert [*sorted(expected)] == [*range(1, STEPS + 1)]

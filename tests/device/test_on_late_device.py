@@ -15,7 +15,8 @@ FILES = {*HERE.glob("late_*.py")} - {HERE / "late_device.py"}
 # Where what the files import is.
 PATH = [HERE.parent, HERE.parent / "torch", HERE.parent / "equality"]
 EQUALITY = {HERE / "late_equality.py"}
-SCHEMES = {HERE / "late_schemes.py"}  # two fifths of the time of all
+# A third of the time of all.
+OFTEN = {HERE / f"late_{name}.py" for name in ("ranks", "calls", "owners", "checkpoints", "precision")}
 LIMIT_S = 1200.0
 
 pytestmark = [
@@ -48,8 +49,8 @@ def run(*arguments, paths, **environ):
 @pytest.mark.parametrize(
     ("marked", "files"),
     [
-        pytest.param("not long", FILES - SCHEMES, id="short"),
-        pytest.param("not long", SCHEMES, id="schemes", marks=pytest.mark.long),
+        pytest.param("not long", OFTEN, id="short"),
+        pytest.param("not long", FILES - OFTEN, id="others", marks=pytest.mark.long),
         pytest.param("long", FILES - EQUALITY, id="long", marks=pytest.mark.long),
         pytest.param("long", EQUALITY, id="equality", marks=pytest.mark.long),
     ],

@@ -11,13 +11,15 @@ import programs_optimizers
 import programs_practice
 import pytest
 from groups import run_cases
+from program_worker import TWICE_FROM
 from program_world import PROGRAMS, SEED, Case
 
 WORKER = Path(__file__).with_name("program_worker.py")
 DIFFERENCE_MAX = {"types_mixed": 1e-5}
 DIFFERENCE_MAX_FP64 = 1e-10
 MODULES = [programs_loops, programs_models, programs_optimizers, programs_practice]  # imported to fill PROGRAMS
-CASES = [Case(1, "scripted"), *(Case(2 + number % 2, name) for number, name in enumerate(PROGRAMS))]
+CASES = [Case(1, "scripted"), *(Case(2, name) for name in PROGRAMS)]
+MORE = [pytest.param(Case(3, name), marks=pytest.mark.long) for name in PROGRAMS]
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +33,7 @@ def test_there_are_many_programs():
     assert len(PROGRAMS) >= 60
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
 def test_equal_or_refused(outcomes, case):
     ranks, where, refused = outcomes[case], f"{case}, seed {SEED}", PROGRAMS[case.program].refused
     if isinstance(ranks, str):
@@ -42,4 +44,5 @@ def test_equal_or_refused(outcomes, case):
     assert not any("refused" in outcome for outcome in ranks), f"{where}: {ranks[0]['refused']}"
     most = DIFFERENCE_MAX.get(case.program, DIFFERENCE_MAX_FP64)
     assert max(outcome["difference"] for outcome in ranks) <= most, f"{where}: {ranks}"
-    assert len({outcome[job] for outcome in ranks for job in ("first", "second")}) == 1, f"{where}: bits differ"
+    bits = [outcome[job] for outcome in ranks for job in ("first", "second") if job in outcome]
+    assert len(bits) == case.size * (2 if case.size >= TWICE_FROM else 1) and len({*bits}) == 1, f"{where}: bits differ"

@@ -291,7 +291,7 @@ ENDINGS = {  # the program's last lines, its status, and its last word to the en
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("way", ["-c", "file"])
+@pytest.mark.parametrize("way", ["file", pytest.param("-c", marks=pytest.mark.long)])
 def test_goodbye_is_said_only_where_the_program_is_known_to_have_ended_well(ending, way, tmp_path):
     program, code, last = ENDINGS[ending]
     calls = tmp_path / "calls"

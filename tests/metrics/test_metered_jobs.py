@@ -324,6 +324,7 @@ def lossy_hosts():
         yield cluster.hosts
 
 
+@pytest.mark.long
 def test_what_tcp_sends_again_is_what_the_kernel_counts(tmp_path, lossy_hosts):
     metrics = str(tmp_path / "penstock.prom")
     started = [
@@ -396,6 +397,7 @@ def wait_for(query, expression, series, folder):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_a_real_prometheus_scrapes_all_and_answers_the_dashboard(tmp_path):
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus: Debian has it as a package of that name")

@@ -70,6 +70,7 @@ def test_heads_update_what_their_groups_have_summed(tmp_path, alone):
     torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.long
 def test_heads_that_have_left_go_on_relaying(tmp_path):
     """Rank r makes r steps more than rank 0, so heads leave first."""
     _, plain = trained(tmp_path / "alone", [], "double", "join")
@@ -94,7 +95,8 @@ def test_rows_go_once_to_each_other_group(tmp_path):
     assert apart[0]["bits"] == results[0]["bits"], "servers have no part in it"
 
 
-@pytest.mark.parametrize("kind", ["pairs", pytest.param("sparse", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["pairs", "sparse"])
 def test_the_rows_that_were_looked_up_go_once_to_each_other_group(tmp_path, kind):
     """An embedding by pairs, whose numbers differ between ranks and steps; other layers through the store."""
     plain, parameters = trained(tmp_path / "alone", [], "double", kind)
@@ -194,12 +196,9 @@ def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
             assert 2 * nbytes <= moved[None][host][way] <= 2.25 * nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("per_host", "groups", "servers"),
-    [
-        (2, "host", 2),
-        *(pytest.param(4, *which, marks=pytest.mark.long) for which in [("host", 2), ("host", 0), (None, 2)]),
-    ],
+    ("per_host", "groups", "servers"), [(2, "host", 2), (4, "host", 2), (4, "host", 0), (4, None, 2)]
 )
 def test_hosts_with_ranks_and_servers_move_the_bytes_of_the_cost_function(tmp_path, per_host, groups, servers):
     """What each interface has carried, beside what `penstock explain` says of the busiest one; here all are."""

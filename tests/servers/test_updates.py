@@ -19,15 +19,16 @@ LIMIT_S = 240
 LONG_LIMIT_S = 1500
 AFTER_FAILURE_S = 15
 WORKER = Path(__file__).with_name("updates_worker.py")
-JOBS = [(4, 0, {}), (4, 2, {}), (3, 2, {})]  # workers, servers apart
-FEW_JOBS = JOBS[:2]
-LONG_JOBS = [*JOBS, (4, 4, {})]
-GROUPED = [(4, 1, {"groups": 2}), (4, 2, {"groups": 2}), (4, 0, {"groups": 1})]  # whose one head owns all
+FEW_JOBS = [(3, 0, {}), (3, 2, {})]  # workers, servers apart
+MORE_JOBS = [(4, 0, {}), (4, 2, {})]
+LONG_JOBS = [*MORE_JOBS, *FEW_JOBS[1:], (4, 4, {})]
+FEW_GROUPED = [(3, 1, {"groups": [[0], [1, 2]]}), (3, 2, {"groups": [[0], [1, 2]]}), (3, 0, {"groups": 1})]
+MORE_GROUPED = [(4, 1, {"groups": 2}), (4, 2, {"groups": 2}), (4, 0, {"groups": 1})]  # whose one head owns all
 AGAIN = {"slice_bytes": 4096, "lanes": 2, "priority": False}  # which must not change a bit
 SHORT_STEPS, LONG_STEPS = 4, 100
 DIFFERENCE_MAX = {"fp32": 1e-5, "fp64": 1e-10}
-FEW = ["quick-sgd-fp64", "quick-adagrad-fp32", "gpt-adamw-fp32", "gpt-rmsprop-fp64"]
-FEW_GROUPED = ["quick-sgd-fp64", "gpt-adamw-fp32"]
+FEW = ["quick-sgd-fp64", "quick-adagrad-fp32", "gpt-adamw-fp32"]
+FEW_AGAIN = ["quick-sgd-fp64", "gpt-adamw-fp32"]  # also in groups
 
 
 def once_more(jobs):
@@ -71,13 +72,14 @@ def short(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory):
-    return told(tmp_path_factory.mktemp("again"), once_more(FEW_JOBS[1:]), cases=FEW, scenarios=[], steps=SHORT_STEPS)
+    plan = {"cases": FEW_AGAIN, "scenarios": [], "steps": SHORT_STEPS}
+    return told(tmp_path_factory.mktemp("again"), once_more(FEW_JOBS[1:]), **plan)
 
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory):
-    plan = {"cases": FEW_GROUPED, "scenarios": [], "steps": SHORT_STEPS}
-    return told(tmp_path_factory.mktemp("grouped"), [*GROUPED, *once_more(GROUPED)], **plan)
+    plan = {"cases": FEW_AGAIN, "scenarios": [], "steps": SHORT_STEPS}
+    return told(tmp_path_factory.mktemp("grouped"), [*FEW_GROUPED, *once_more(FEW_GROUPED)], **plan)
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +91,13 @@ def long(tmp_path_factory):
 @pytest.fixture(scope="module")
 def long_grouped(tmp_path_factory):
     plan = {"cases": CASES, "scenarios": [], "steps": LONG_STEPS}
-    return told(tmp_path_factory.mktemp("long"), [*GROUPED, *once_more(GROUPED)], LONG_LIMIT_S, **plan)
+    return told(tmp_path_factory.mktemp("long"), [*MORE_GROUPED, *once_more(MORE_GROUPED)], LONG_LIMIT_S, **plan)
 
 
 @pytest.fixture(scope="module")
 def more_scenarios(tmp_path_factory):
     plan = {"cases": [], "scenarios": list(SCENARIOS), "steps": SHORT_STEPS}
-    return told(tmp_path_factory.mktemp("scenarios"), [*JOBS[len(FEW_JOBS) :], *GROUPED], **plan)
+    return told(tmp_path_factory.mktemp("scenarios"), [*MORE_JOBS, *MORE_GROUPED], **plan)
 
 
 def check(ranks, case):
@@ -115,18 +117,20 @@ def check(ranks, case):
 def test_equal_to_updates_at_the_workers(short, again, case):
     workers, servers = (check(ranks, case) for ranks in short)
     assert workers == servers, "where the owners are shows in the bits"
-    assert servers == check(again[0], case), "two runs have different bits"
+    if case in FEW_AGAIN:
+        assert servers == check(again[0], case), "two runs have different bits"
 
 
 def check_grouped(jobs, case):
     """Workers' updates, with which `check` compares, are of the same groups."""
     bits = [check(ranks, case) for ranks in jobs]
-    assert bits[: len(GROUPED)] == bits[len(GROUPED) :], "two runs have different bits"
+    half = len(bits) // 2
+    assert bits[:half] == bits[half:], "two runs have different bits"
     assert bits[0] == bits[1], "how many servers there are shows in the bits"
     return bits
 
 
-@pytest.mark.parametrize("case", FEW_GROUPED)
+@pytest.mark.parametrize("case", FEW_AGAIN)
 def test_equal_to_updates_at_the_workers_in_groups(grouped, short, case):
     bits = check_grouped(grouped, case)
     assert bits[2] == check(short[0], case), "one group sums in the order of the ranks, as owners without groups do"
@@ -148,7 +152,7 @@ def test_equal_to_updates_at_the_workers_in_groups_after_many_steps(long_grouped
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("job", range(len(FEW_JOBS)), ids=["4", "4+2"])
+@pytest.mark.parametrize("job", range(len(FEW_JOBS)), ids=["3", "3+2"])
 def test_scenario(short, job, scenario):
     assert [outcomes[scenario] for outcomes in short[job]] == ["ok"] * FEW_JOBS[job][0]
 

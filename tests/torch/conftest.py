@@ -13,7 +13,7 @@ import torch._dynamo  # noqa: F401 - the first optimizer imports it: not from se
 
 from penstock.torch.updates import optimizer, partial
 
-NATIVE_EVERY = 4  # of the combinations of one test
+NATIVE_EVERY = 8  # of the combinations of one test
 
 
 def pytest_configure(config):

@@ -469,17 +469,8 @@ def test_a_rank_that_does_not_come_is_named_with_the_layer(direction):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:penstock. every step of SGD waits:UserWarning")
-@pytest.mark.parametrize(
-    ("backend", "arm"),
-    [
-        ("eager", "threads"),  # the other backend, and the other engine with compiled code: test_semantics_compile.py
-        *(
-            pytest.param(*way, marks=pytest.mark.long)
-            for way in [("eager", "native"), ("aot_eager", "threads"), ("aot_eager", "native")]
-        ),
-    ],
-    indirect=["arm"],
-)
+@pytest.mark.long  # compiled models of other layers: test_semantics_compile.py
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend):
     torch.compiler.reset()
     rows = UNEVEN[:2]  # each rank compiles

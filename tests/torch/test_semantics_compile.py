@@ -86,15 +86,15 @@ PREPARATIONS = [
     compiled_later,
     compiled_function_of_raw_parameters,
 ]
-# Whenever it is compiled; and, compiled before and after, the other engine, the other backend and whole graphs.
+# Whenever it is compiled; and, compiled before, the other engine, the other backend and whole graphs.
 OFTEN = {(False, "eager", "threads")}
-OFTEN_OF_TWO = {(False, "eager", "native"), (True, "aot_eager", "threads")}
+OFTEN_OF_ONE = {(False, "eager", "native"), (True, "aot_eager", "threads")}
 WAYS = [
     pytest.param(
         prepare,
         *way,
         id=f"{prepare.__name__}-{'fullgraph' if way[0] else 'graph breaks'}-{way[1]}-{way[2]}",
-        marks=() if way in OFTEN or (way in OFTEN_OF_TWO and prepare in PREPARATIONS[:2]) else pytest.mark.long,
+        marks=() if way in OFTEN or (way in OFTEN_OF_ONE and prepare == compiled_before) else pytest.mark.long,
     )
     for prepare in PREPARATIONS
     for way in product((False, True), ("eager", "aot_eager"), ("threads", "native"))

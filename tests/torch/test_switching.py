@@ -81,7 +81,7 @@ def train(seed, rank, schemes, steps, seen=None):
 
 
 @pytest.mark.fake_only
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))])
 def test_random_choices_and_arrivals(seed):
     size = 2 + seed % 3
     seen = [[] for _ in range(size)]
@@ -95,7 +95,7 @@ def test_random_choices_and_arrivals(seed):
 
 
 @pytest.mark.fake_only
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 4))])
 def test_random_ends(seed):
     """Ranks leave at random steps, come back, and go on alike, also for a layer that none of them uses any more."""
     size = 2 + seed % 3

@@ -86,7 +86,9 @@ def test_the_cost_model_and_the_start_are_in_the_traces(whole):
     )
 
 
-@pytest.mark.parametrize("mode", ["ways", "owners", "store", "async", "late"])
+@pytest.mark.parametrize(
+    "mode", ["ways", "owners", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("store", "async", "late"))]
+)
 def test_other_ways_of_training_have_a_page_too(mode, tmp_path):
     size = 2 if mode in ("async", "late") else 3
     programs.run_ranks(size, WORKER, tmp_path, mode, timeout=LIMIT_S)
@@ -151,6 +153,7 @@ def ask(command, directory):
     return said
 
 
+@pytest.mark.long
 def test_a_browser_shows_the_page_without_a_complaint(tmp_path):
     images = pytest.importorskip("PIL.Image")
     found = find(read_all(Made(4, 40, 5, late=(2, 20)).write(tmp_path / "traces", hosts=2), RECORD))

@@ -55,8 +55,9 @@ def check_is_late(found, slow, cause):
     assert one["from_layer"] == {"compute": "0", "input": "3"}[cause], one
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("cause", ["compute", "input"])
+@pytest.mark.parametrize(
+    "cause", [pytest.param("compute", marks=pytest.mark.long), pytest.param("input", marks=pytest.mark.alone)]
+)
 def test_who_is_slow_in_compute_or_in_its_loader_is_named_with_the_cause(cause, tmp_path):
     check_is_late(run(tmp_path, slow=1, cause=cause), 1, cause)
 
@@ -91,7 +92,7 @@ def test_whatever_way_gradients_take(options, tmp_path):
     check_is_late(run(tmp_path, slow=2, cause="input", **options), 2, "input")
 
 
-@pytest.mark.alone
+@pytest.mark.long
 def test_a_member_of_a_group_is_named_and_not_its_head(tmp_path):
     check_is_late(run(tmp_path, 4, slow=3, cause="input", init={"groups": "[[0, 1], [2, 3]]"}), 3, "input")
 
@@ -112,7 +113,7 @@ def test_where_nothing_can_be_known_it_is_said_why(size, options, why, tmp_path)
         assert "is late by" not in one["rendered"]
 
 
-@pytest.mark.alone
+@pytest.mark.long
 def test_those_who_are_left_of_an_elastic_job_name_who_is_late_among_them(tmp_path):
     what = {"slow": 0, "cause": "input", "dies": 1, "init": {"elastic": True, "line_rate_mbit": "off"}}
     with pytest.raises(AssertionError, match="rank 1 ended with status -9"):
