@@ -2,8 +2,8 @@
 
 It starts in milliseconds. Signals that can be caught are passed on; when it is killed, the server kills the program.
 Descriptors that it inherits the program has, too, under the same numbers. What imports no PyTorch runs in a new
-interpreter: Penstock's own commands, and texts behind -c but for that of a fork server of `multiprocessing`. So does
-what the server cannot be asked for, as by another user.
+interpreter: Penstock's own commands, and texts behind -c but for those of fork servers of `multiprocessing` and of
+pytest's workers. So does what the server cannot be asked for, as by another user.
 
 `programs` writes the first lines, which say where the server is, and which interpreter is the tests' own.
 """
@@ -16,14 +16,14 @@ import socket
 import sys
 
 OWN_COMMANDS = ("penstock", "penstock.launch.agent", "penstock.demo.worker")
-FORK_SERVER = "from multiprocessing.forkserver import main"
+TEXTS = ("from multiprocessing.forkserver import main", "import sys;exec(eval(sys.stdin.readline()))")
 
 
 def forkable(arguments):
-    """Whether it is a file, or a module of somebody's own, or a fork server."""
+    """Whether it is a file, or a module of somebody's own, or one of a few texts."""
     words = [word for word in arguments[:3] if word != "-u"]
     if words[0] == "-c":
-        return words[1].startswith(FORK_SERVER)
+        return words[1].startswith(TEXTS)
     return words[0].endswith(".py") or (words[0] == "-m" and words[1] not in OWN_COMMANDS)
 
 

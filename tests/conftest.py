@@ -144,9 +144,11 @@ FIRST = (
 
 
 def pytest_configure(config):
-    """Who runs several files at a time begins with what forks programs for all of them."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        programs.Server()
+    """Who runs several files at a time begins with what forks programs for all of them, and first pytest's workers."""
+    if hasattr(config, "workerinput"):
+        sys.executable = programs.tests_own_interpreter()
+    elif getattr(config.option, "numprocesses", None):
+        config.option.tx = [f"popen//python={programs.interpreter()}"] * len(config.option.tx)
 
 
 def pytest_collection_modifyitems(items):

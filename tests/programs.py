@@ -100,11 +100,13 @@ class Server:
     """The process that forks: one for all who run tests at the same time. They find it by the environment."""
 
     PLACE = "PROGRAM_SERVER"
+    PYTHON = "PROGRAM_SERVER_PYTHON"
     INTERPRETER = "python"
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="programs-")
         os.environ[self.PLACE] = f"{self._folder.name}/door"
+        os.environ[self.PYTHON] = sys.executable
         # It starts for each worker: without what it does not use, and with the interpreter that the environment has.
         self._python = Path(self._folder.name, self.INTERPRETER)
         head = f"#!{sys.executable} -IS\nDOOR, PYTHON = {os.environ[self.PLACE]!r}, {sys.executable!r}\n"
@@ -211,6 +213,11 @@ def interpreter() -> str:
     if Server.PLACE not in os.environ:
         Server()
     return str(Path(os.environ[Server.PLACE]).with_name(Server.INTERPRETER))
+
+
+def tests_own_interpreter() -> str:
+    """That of whoever has started the server: pytest's workers may be forked, as programs are."""
+    return os.environ.get(Server.PYTHON, sys.executable)
 
 
 def start_afresh(*arguments: object, **options: Any) -> subprocess.Popen[str]:
