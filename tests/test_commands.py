@@ -89,9 +89,8 @@ SERVER_BY_HAND = By(
     "tests/servers/test_dedicated.py::test_servers_that_are_started_by_hand_serve_workers_that_something_else_starts"
 )
 REPLAYS = By("tests/elastic/test_replays.py::test_a_run_that_lost_one_and_took_one_in_is_repeated_to_the_same_bits")
-TRACES = By("tests/tracing/test_traced_jobs.py::test_the_page_s_commands")
 METRICS = By("tests/metrics/test_metered_jobs.py::test_the_page_s_commands")
-REPORTED = By("tests/trace_report/test_recorded.py::test_the_page_s_commands")
+TRACES = By("tests/trace_report/test_recorded.py::test_the_page_s_commands")
 WATCHED = By("tests/live/test_top.py::test_a_job_that_was_told_where_is_shown")
 UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
 WHEEL = By("tests/packages/test_wheel.py::test_a_new_user_needs_the_wheel_alone")
@@ -254,8 +253,8 @@ TABLE = {
         "--pairs 1 --models '400 tensors of 1 K'", long=True, status=JUDGED
     ),
     "penstock report": NAMED,
-    "penstock report traces -o report.html": REPORTED,
-    "penstock report traces --json > report.json": REPORTED,
+    "penstock report traces -o report.html": TRACES,
+    "penstock report traces --json > report.json": TRACES,
     "PENSTOCK_STATUS=status penstock run --workers 4 train.py": WATCHED,
     "penstock top": NAMED,
     "penstock top status": By(

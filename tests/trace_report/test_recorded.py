@@ -122,6 +122,11 @@ def test_the_page_s_commands(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(["report", "traces", "--json"]) == 0
     assert [one["steps"] for one in json.loads(capsys.readouterr().out)["steps"]] == [20, 20]
+    assert main(["trace", "merge", "traces", "-o", "merged.json.gz", "--json"]) == 0
+    assert [one["steps"] for one in json.loads(capsys.readouterr().out)["ranks"]] == [20, 20]
+    assert main(["trace", "merge", "traces"]) == 0
+    table = capsys.readouterr().out
+    assert "same machine" in table and "ui.perfetto.dev" not in table
 
 
 def browser():

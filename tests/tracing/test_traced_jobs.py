@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import struct
 import subprocess
@@ -21,7 +20,6 @@ from penstock.tracing.moments import NO_LAYER, STEP_ENDS, decoded
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("traced_worker.py")
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5  # of the worker
 LIMIT_S = 120
 
@@ -303,23 +301,6 @@ def test_moments_are_those_of_the_steps(whole):
         assert sum(moment == STEP_ENDS for _, moment, _, _ in noted) == STEPS
         layers = {layer for _, _, _, layer in noted} - {NO_LAYER}
         assert layers == {0, 1, 2}
-
-
-def test_the_page_s_commands(tmp_path, capsys):
-    """Of docs/traces.md, with a program of the examples."""
-    program = tmp_path / "train.py"
-    program.write_bytes((ROOT / "examples" / "minimal.py").read_bytes())
-    environ = {**os.environ, "PENSTOCK_TRACE": str(tmp_path / "traces")}
-    started = programs.start(
-        "-m", "penstock", "run", "--workers", "2", program, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    said = started.communicate(timeout=LIMIT_S)
-    assert started.returncode == 0, said
-    summary, _ = merged(tmp_path / "traces", capsys)
-    assert [one["steps"] for one in summary["ranks"]] == [20, 20]
-    assert main(["trace", "merge", str(tmp_path / "traces")]) == 0
-    table = capsys.readouterr().out
-    assert "same machine" in table and "ui.perfetto.dev" not in table
 
 
 BAD = """
