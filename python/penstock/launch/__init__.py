@@ -7,6 +7,7 @@ supervisor      starts an agent on each host, and decides when the job is over
 vacancies       who comes in the place of lost workers; decided purely
 given_up        whom the others go on without, though it runs; decided purely
 replay_command  the command line of `penstock replay`
+supervising     what both commands say and ask about the supervisor
 script          who ends and who comes when in a replay; decided purely
 output          lines of all of them, labelled, printed and kept
 agent_links     an agent, as the launcher sees it

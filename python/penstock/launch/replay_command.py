@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock import config
-from penstock.command_line import positive
 from penstock.errors import ConfigError
 from penstock.launch.placement import THIS_MACHINE, Host, place
 from penstock.launch.script import Script
-from penstock.launch.supervisor import Interrupted, JobFailed, LaunchPlan, Supervisor
+from penstock.launch.supervising import add_options, log_directory, supervise
+from penstock.launch.supervisor import LaunchPlan
 from penstock.membership_file import LoggedRun, read_log
 
 __all__ = ["add_to"]
 
-DEFAULT_GRACE_S = 3.0
 EXAMPLES = """\
 examples:
   PENSTOCK_MEMBERSHIP_LOG=run.jsonl penstock run --min 3 --max 4 train.py      keeps the log of a run
@@ -44,15 +43,7 @@ def add_to(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--grace-s",
-        type=positive,
-        default=DEFAULT_GRACE_S,
-        metavar="X",
-        help="when a worker fails or you press Ctrl-C: seconds for the others to end by themselves (default "
-        "%(default)g)",
-    )
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each worker's output in files there, too")
+    add_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
     parser.add_argument("log", type=Path, metavar="LOG", help="the file, as PENSTOCK_MEMBERSHIP_LOG named it")
     parser.add_argument(
@@ -72,20 +63,9 @@ def _replay(options: argparse.Namespace) -> int:
     except ConfigError as error:
         _tell(str(error))
         return 2
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
     script = Script(run, plan.seats[0][0])
     _tell(_summary(options.log, run))
-    try:
-        Supervisor(plan, script).run(_tell)
-    except JobFailed as failure:
-        _tell(f"{failure}; all others have ended")
-        return failure.status
-    except Interrupted as end:
-        _tell(f"{end}; all workers have ended")
-        return 128 + end.number
-    return _verdict(script)
+    return supervise(plan, _tell, script) or _verdict(script)
 
 
 def _verdict(script: Script) -> int:
@@ -109,13 +89,6 @@ def _plan(options: argparse.Namespace, run: LoggedRun, environment: Mapping[str,
     if run.header.threads is not None:
         told["OMP_NUM_THREADS"] = str(run.header.threads)  # sums of torch depend on it
     hosts = [Host(THIS_MACHINE)]
-    if options.log_dir is not None:
-        try:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"--log-dir {options.log_dir}: there can be no such directory: {error.strerror}"
-            ) from error
     return LaunchPlan(
         hosts=hosts,
         seats=place(hosts, run.header.ranks, None),
@@ -127,7 +100,7 @@ def _plan(options: argparse.Namespace, run: LoggedRun, environment: Mapping[str,
         meet_port=None,
         run_id=secrets.token_hex(8),
         grace_s=options.grace_s,
-        log_dir=options.log_dir,
+        log_dir=log_directory(options),
         workers_min=1,
     )
 

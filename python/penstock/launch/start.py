@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from penstock import config, grouping
-from penstock.command_line import positive, whole_number
+from penstock.command_line import whole_number
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
 from penstock.launch import tasks, torchruns
 from penstock.launch.placement import THIS_MACHINE, Host, NodeRank, parse_hosts, place, place_servers
-from penstock.launch.supervisor import Interrupted, JobFailed, LaunchPlan, Supervisor
+from penstock.launch.supervising import add_options, log_directory, supervise
+from penstock.launch.supervisor import LaunchPlan
 
 __all__ = ["add_to", "replaces_ddp", "run"]
 
 CONNECT = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host} {command}"
-DEFAULT_GRACE_S = 3.0
 EXAMPLES = """\
 examples:
   penstock run --nproc-per-node 4 train.py --epochs 3            4 workers on this machine
@@ -126,15 +126,7 @@ def add_to(commands: Any) -> None:
         metavar="NAME[=VALUE]",
         help="a variable for workers on all hosts; PENSTOCK_* go there by themselves; may be repeated",
     )
-    parser.add_argument(
-        "--grace-s",
-        type=positive,
-        default=DEFAULT_GRACE_S,
-        metavar="X",
-        help="when a worker fails or you press Ctrl-C: seconds for the others to end by themselves (default "
-        "%(default)g); give more if they save what they hold",
-    )
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each worker's output in files there, too")
+    add_options(parser)
     parser.add_argument(
         "--keep-ddp",
         action="store_true",
@@ -173,18 +165,7 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         _tell(str(error))
         return 2
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        Supervisor(plan).run(_tell)
-    except JobFailed as failure:
-        _tell(f"{failure}; all others have ended")
-        return failure.status
-    except Interrupted as end:
-        _tell(f"{end}; all workers have ended")
-        return 128 + end.number
-    return 0
+    return supervise(plan, _tell)
 
 
 def _tell(text: str) -> None:
@@ -250,8 +231,6 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
     connect = shlex.split(options.connect)
     if len(hosts) > 1 or hosts[0].name != THIS_MACHINE:
         _check_connect(connect)
-    if options.log_dir is not None:
-        _make(options.log_dir)
     return LaunchPlan(
         hosts=hosts,
         seats=seats,
@@ -264,7 +243,7 @@ def _plan(options: argparse.Namespace, environment: Mapping[str, str], command: 
         # Launchers of one job have nothing in common but what each was told.
         run_id=f"{options.master_addr}:{options.master_port}" if node.count > 1 else secrets.token_hex(8),
         grace_s=options.grace_s,
-        log_dir=options.log_dir,
+        log_dir=log_directory(options),
         joint=node.count > 1,
         workers_min=options.min,
         replaces=options.max is not None,
@@ -296,13 +275,6 @@ def _elastic(options: argparse.Namespace, workers: int, *, several_launchers: bo
     if options.max is not None and options.max < workers:
         raise ConfigError(f"--max {options.max} is less than the {workers} workers that are started")
     return {"PENSTOCK_ELASTIC": "1", "PENSTOCK_RANKS_MIN": str(options.min)}
-
-
-def _make(log_dir: Path) -> None:
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--log-dir {log_dir}: there can be no such directory: {error.strerror}") from error
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[Host], NodeRank]:
