@@ -66,9 +66,10 @@ def here(rank):
 def test_on_one_host_busy_processors_change_little(size, tmp_path):
     quiet = reading(size, f"file://{tmp_path / 'quiet'}", here)["mbit"]
     with busy_processors():
-        busy = [reading(size, f"file://{tmp_path / str(number)}", here) for number in range(STARTS)]
-    for one in busy:
-        assert quiet / 3 < one["mbit"] < quiet * 3 and not one["doubtful"], (quiet, busy)
+        busy = [reading(size, f"file://{tmp_path / str(number)}", here) for number in range(STARTS + 1)]
+    # What the hypervisor of a virtual machine takes nobody sees: it may make one of them slow.
+    near = [one for one in busy if quiet / 3 < one["mbit"] < quiet * 3]
+    assert len(near) >= STARTS and not any(one["doubtful"] for one in busy), (quiet, busy)
 
 
 @pytest.mark.alone
