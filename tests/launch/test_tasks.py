@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import programs
 import pytest
 
 from lab import peers
 from penstock.errors import ConfigError
+from penstock.launch import agent
 from penstock.launch.supervisor import SERVERS_S
 from penstock.launch.tasks import become, found_in
 
@@ -143,6 +145,19 @@ def test_tasks_of_a_real_mpiexec_with_servers_and_groups(tmp_path, monkeypatch):
     told = f"{[[0, 1], [2, 3]]} {[False] * 4 + [True] * 2}"
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(4)]
     assert said == [f"rank {rank} of 4 sum 10.0 {told}\n" for rank in range(4)]
+
+
+def test_ports_are_free_and_none_that_connections_get(monkeypatch):
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    one, other = agent._free_ports(2)
+    assert one != other
+    assert first <= agent.PORTS_FIRST or agent.PORTS_FIRST <= min(one, other) <= max(one, other) < first
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        tried = [taken.getsockname()[1]] * 5
+        monkeypatch.setattr(agent.random, "SystemRandom", lambda: SimpleNamespace(sample=lambda *_: tried))
+        assert tried[0] not in agent._free_ports(2), "where all that are tried are taken, others are found"
 
 
 def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkeypatch):

@@ -20,12 +20,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from penstock import config, launcher_pipe
@@ -39,6 +41,7 @@ DRAIN_S = 1.0
 """For the rest of a process's output, once it has ended."""
 PIECE_MAX = 1 << 16
 """Bytes after which a line that does not end is passed on."""
+PORTS_FIRST, PORTS_TRIED = 16_384, 100
 PR_SET_PDEATHSIG = 1
 _STOPS = os.WSTOPPED | os.WCONTINUED
 
@@ -156,12 +159,24 @@ def _end_with_parent() -> None:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Ports that nobody has, and below those that connections get: none takes one before a worker listens there."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError):
+        first = PORTS_FIRST
+    below = range(PORTS_FIRST, max(first, PORTS_FIRST))
+    tried = random.SystemRandom().sample(below, min(len(below), PORTS_TRIED))
+    found: list[int] = []
     with contextlib.ExitStack() as probes:
-        found = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in found:
+        for port in [*tried, *([0] * count)]:  # 0: whichever there is
+            probe = probes.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", 0))
-        return [int(probe.getsockname()[1]) for probe in found]
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                found.append(int(probe.getsockname()[1]))
+            if len(found) == count:
+                break
+    return found
 
 
 def main() -> int:
