@@ -236,14 +236,18 @@ PUSH = 1  # a frame's kind, as docs/protocol.md says
 
 
 def urgent(rank, size, priorities, others):
-    """Whether the second push goes as one past what is left of the first."""
-    engine = penstock.job.current("a test").engine
+    """In which of four rounds the second push goes as one past what is left of the first."""
     kv = ps.KVStore()
     large, small = np.ones(16 << 20, np.float32), np.ones(2 << 20, np.float32)
     kv.init(["large", "small"], [large, small])
     kv.push(["large", "small"], [large, small])
     kv.wait()
+    return [overtaken(kv, large, small, priorities, others) for _ in range(4)]
+
+
+def overtaken(kv, large, small, priorities, others):
     others.wait()
+    engine = penstock.job.current("a test").engine
     engine.observations()
     for key, value, priority in zip(("large", "small"), (large, small), priorities, strict=True):
         kv.push(key, value, priority=priority)
@@ -264,7 +268,8 @@ def urgent(rank, size, priorities, others):
 def test_the_larger_priority_goes_first(priorities, overtakes, tmp_path):
     options = {"observations": 100_000, "line_rate_mbit": 1000, "lanes": 1}
     found = run_well(2, urgent, tmp_path, priorities, barrier(2), **options)
-    assert found == [overtakes] * 2
+    # On a busy machine a rank may be kept from its second push until the first has gone.
+    assert [any(rounds) for rounds in found] == [overtakes] * 2, found
 
 
 def dropped(rank, size, others):
