@@ -21,7 +21,6 @@ import json
 import math
 import random
 import statistics
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -216,12 +215,11 @@ def _asked(algorithm: str) -> Algorithm | None:
     return None if algorithm == AUTOMATIC else cast("Algorithm", algorithm)
 
 
-def _agreed_rounds(group_of_all: Group, seconds_of_one: float, seconds: float) -> int:
-    """As many rounds as fit the time, as rank 0 sees it."""
-    wanted = min(max(int(seconds / max(seconds_of_one, 1e-6)), ROUNDS_MIN), ROUNDS_MAX)
-    told = bytearray(struct.pack("<I", wanted))
+def _another_round(group_of_all: Group, done: int, spent_s: float, seconds: float) -> bool:
+    """Whether the time is for one more, as rank 0 sees it. What the first rounds took says little on a busy machine."""
+    told = bytearray([done < ROUNDS_MIN or (done < ROUNDS_MAX and spent_s < seconds)])
     group_of_all.broadcast(told, 0)
-    return int(struct.unpack("<I", told)[0])
+    return bool(told[0])
 
 
 def allreduce(
@@ -270,11 +268,12 @@ def allreduce(
             elems = max(1, size // ELEM_BYTES)
             workload = _Workload(patterns[job.rank], total, elems) if job.rank < count else None
             cell = _Cell(job, group, workload, algorithms)
-            taken = 0.0
             for _ in range(WARM_ROUNDS):
-                taken = cell.round(counts=False)
-            for _ in range(_agreed_rounds(everyone, taken, seconds)):
-                cell.round(counts=True)
+                cell.round(counts=False)
+            done, spent_s = 0, 0.0
+            while _another_round(everyone, done, spent_s, seconds):
+                spent_s += cell.round(counts=True)
+                done += 1
             found = cell.gather()
             short = ShortTimes.told(found, count, rates) if CALIBRATIONS[0] in found else None
             cells += [
