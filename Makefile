@@ -65,10 +65,10 @@ test: ## Run the tests, Rust and Python at the same time, but for those marked l
 test-rust:
 	cargo test --workspace --locked --quiet
 
-# Five files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not. In the
+# Six files at a time: tests wait, for processes to meet or a limit under test to pass, and two cores shall not. In the
 # order of tests/conftest.py, which has those first that take longest. Then those that must be alone; ARGS may choose none of them.
 test-python: build
-	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 6 --dist loadfile --no-loadscope-reorder -m "not long and not alone" $(ARGS)
 	$(BIN)/python -m pytest -m "alone and not long" $(ARGS) || test $$? -eq 5
 
 test-gpu: build ## Train on this machine's accelerator, several ranks on one device; says "no device" without one
@@ -87,7 +87,7 @@ long: ## Run what takes too long for each change, all of it also if some fails; 
 	.ci/long $(LONG)
 
 test-long: build ## The combinations that `make test` leaves out
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup -m long --ignore tests/launchers $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 6 --dist loadgroup -m long --ignore tests/launchers $(ARGS)
 
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)
@@ -100,11 +100,11 @@ test-churn: build ## Kill, stop and cut off ranks of elastic jobs in 6 seeded ru
 test-launchers: build $(TOOLS)/launchers/.installed ## Start jobs by the real torchrun, mpirun and Slurm, on emulated hosts; check the files for Kubernetes; needs root
 	$(BIN)/python -m pytest -rs -m long tests/launchers $(ARGS)
 
-SEEDS ?= 60
-test-delays: ## Run the Rust tests of threads and sockets with threads delayed at random, SEEDS runs of each
-	$(PYTHON) tests/delays/many_seeds.py --seeds $(SEEDS) $(ARGS)
-
 FIRST ?= $(shell date +%s)
+SEEDS ?= 20
+test-delays: ## Run the Rust tests of threads and sockets with threads delayed at random, SEEDS runs of each; from seed FIRST on (now)
+	$(PYTHON) tests/delays/many_seeds.py --seeds $(SEEDS) --first-seed $(FIRST) $(ARGS)
+
 LIVES ?= 500000
 SCENARIOS ?= 100000
 AGREEMENTS ?= 100000
