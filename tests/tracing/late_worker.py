@@ -3,6 +3,7 @@
 python late_worker.py DIRECTORY WHAT, where WHAT is JSON:
 
 slow         the rank that is late, or none
+slow_s       by how much, in seconds
 cause        compute: it sleeps in its forward, from the second layer on; input: before it
 width        of the model's layers
 init, distribute  further options
@@ -37,14 +38,14 @@ def main() -> None:
     ps.init(**what.get("init", {}))
     rank = ps.rank()
     ps.distribute(model, optimizer, **what.get("distribute", {}))
-    is_slow = rank == what.get("slow")
+    is_slow, slow_s = rank == what.get("slow"), what.get("slow_s", SLOW_S)
     if is_slow and what["cause"] == "compute":
-        model[2].register_full_backward_hook(lambda *_: time.sleep(SLOW_S))  # its own gradients are ready by then
+        model[2].register_full_backward_hook(lambda *_: time.sleep(slow_s))  # its own gradients are ready by then
     for step in range(STEPS):
         if step == FIRST_ROUND // 2 and rank == what.get("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
         if is_slow and what["cause"] == "input":
-            time.sleep(SLOW_S)
+            time.sleep(slow_s)
         model(torch.randn(4, width)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
