@@ -87,6 +87,7 @@ def test_cifar10_has_the_network_of_the_paper():
     assert sum(p.numel() for p in load("cifar10.py").Quick().parameters()) == 145_578
 
 
+@pytest.mark.long
 def test_cifar10_gives_the_same_curve_with_two_workers(pictures, tmp_path):
     common = ["--data", pictures, "--epochs", 2, "--threads", 1, "--json-lines"]
     run_plainly("cifar10.py", *common, tmp_path / "one.jsonl", "--batch", 16)
@@ -104,6 +105,7 @@ def test_cifar10_says_where_it_looked_for_data(tmp_path):
     assert done.stderr == f"cifar10: no train-*.parquet in {tmp_path}; give the directory with --data\n"
 
 
+@pytest.mark.long
 def test_char_lm_gives_the_same_curve_with_two_workers(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
@@ -158,7 +160,7 @@ def test_asynchronous_says_how_late_gradients_were(run, workers):
     assert end.endswith(f"on {workers} worker(s)") and percent(end) > 85
 
 
-@pytest.mark.parametrize(("run", "workers"), [(run_plainly, 1), (run_by_two, 2)])
+@pytest.mark.parametrize(("run", "workers"), [pytest.param(run_plainly, 1, marks=pytest.mark.long), (run_by_two, 2)])
 def test_elastic_averaging_ends_at_its_centre(run, workers):
     said = run("elastic_averaging.py").splitlines()
     assert [sum(f"worker {rank}, epoch" in line for line in said) for rank in range(workers)] == [8, 6][:workers]

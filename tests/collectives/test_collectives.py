@@ -238,7 +238,7 @@ def in_reverse(rank, size, async_, of_torch):
 @pytest.mark.parametrize(
     ("of_torch", "async_"),
     [
-        pytest.param(False, False, id="numpy-waiting"),
+        pytest.param(False, False, id="numpy-waiting", marks=pytest.mark.long),
         pytest.param(True, True, id="torch-async"),
         pytest.param(False, True, id="numpy-async", marks=pytest.mark.long),
         pytest.param(True, False, id="torch-waiting", marks=pytest.mark.long),

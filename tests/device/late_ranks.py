@@ -259,7 +259,7 @@ def waits_of_the_host(kind, optimizer_of, schemes=None):
         return run(main, 2)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG), pytest.param(2, marks=LONG)])
 def test_a_backward_that_goes_on_in_another_stream_has_the_bits_of_the_host(monkeypatch, seed):
     """Each gradient is copied after what has made it: a bundle ends with its stream."""
     monkeypatch.setattr(device_landing, "BUNDLE_BYTES", 1 << 20)  # or it would end sooner

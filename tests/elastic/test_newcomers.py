@@ -137,7 +137,7 @@ def grows(rank, count, doors, target):
     return training.outcome()
 
 
-@pytest.mark.parametrize(("count", "target"), [pytest.param(2, 3, marks=pytest.mark.long), (3, 5)])
+@pytest.mark.parametrize(("count", "target"), [(2, 3), pytest.param(3, 5, marks=pytest.mark.long)])
 def test_newcomers_take_part_from_a_step_that_all_know(tmp_path, count, target):
     doors, more = CONTEXT.Queue(), target - count
     outcomes = run_well(count, grows, tmp_path, Relay(doors, more), target, newcomers=more, doors=doors, **OPTIONS)

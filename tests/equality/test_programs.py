@@ -18,8 +18,10 @@ WORKER = Path(__file__).with_name("program_worker.py")
 DIFFERENCE_MAX = {"types_mixed": 1e-5}
 DIFFERENCE_MAX_FP64 = 1e-10
 MODULES = [programs_loops, programs_models, programs_optimizers, programs_practice]  # imported to fill PROGRAMS
-CASES = [Case(1, "scripted"), *(Case(2, name) for name in PROGRAMS)]
-MORE = [pytest.param(Case(3, name), marks=pytest.mark.long) for name in PROGRAMS]
+EVERY = 2
+"""The others are programs of `make test-long`."""
+CASES = [Case(1, "scripted"), *(Case(2, name) for name in list(PROGRAMS)[::EVERY])]
+MORE = [Case(2, name) for name in PROGRAMS if Case(2, name) not in CASES] + [Case(3, name) for name in PROGRAMS]
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +35,7 @@ def test_there_are_many_programs():
     assert len(PROGRAMS) >= 60
 
 
-@pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=str)
 def test_equal_or_refused(outcomes, case):
     ranks, where, refused = outcomes[case], f"{case}, seed {SEED}", PROGRAMS[case.program].refused
     if isinstance(ranks, str):

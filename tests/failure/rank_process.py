@@ -29,7 +29,7 @@ from penstock import job
 LAYERS = ["stem", "block1", "block2", "block3", "head"]
 ELEMS = 128 * 1024
 SLICE_BYTES = 64 * 1024
-PAUSE_S = 0.001  # computing one layer
+PAUSE_S = 0.002  # computing one layer
 STEPS_AGAIN = 3  # with those that are left
 POLL_S = 0.01
 

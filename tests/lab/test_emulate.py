@@ -553,6 +553,7 @@ def test_forward_alone_does_no_backward_work():
 # Real systems
 
 
+@pytest.mark.long
 def test_ddp_and_penstock_train_it_to_the_same_bits(tmp_path):
     """Two real processes, five steps of plain SGD: parameters are where the expected averages lead."""
     network, width, systems = "sockeye", 0.125, ("penstock", "ddp")

@@ -460,7 +460,7 @@ class TestWrite:
         assert len({style.color for style in STYLES.values()}) == len(STYLES)
         assert len({style.marker for style in STYLES.values()}) == len(STYLES)
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_pictures_and_tables_are_written_and_the_same_again(self, folder):
         page = folder / "README.md"
         page.write_bytes(f"# Before\r\n{BEGIN}\r\nold\n{END}\n\nafter\r\n".encode())

@@ -71,7 +71,7 @@ def run(tmp_path, text):
     return done, {line["system"]: line for line in lines}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("clusters")
 def test_what_a_run_writes_also_of_a_system_that_fails(tmp_path):
     alike = {"benchmark": "lab", "scenario": "small", "sweep": None, "servers": 0, "run": "before"}

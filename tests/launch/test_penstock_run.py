@@ -126,6 +126,7 @@ def test_hosts_are_reached_by_the_command_that_is_given(tmp_path):
     assert "which meet at one:" in err
 
 
+@pytest.mark.long
 def test_servers_run_on_the_hosts_that_the_file_gives_them(tmp_path):
     write(
         "import json, os, numpy, penstock as ps\n"

@@ -160,6 +160,7 @@ def test_ports_are_free_and_none_that_connections_get(monkeypatch):
         assert tried[0] not in agent._free_ports(2), "where all that are tried are taken, others are found"
 
 
+@pytest.mark.long
 def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkeypatch):
     """Rank 0 has ended for longer than a launcher waits for servers that are its alone, and rank 1 still needs them."""
     monkeypatch.chdir(tmp_path)

@@ -122,7 +122,7 @@ def as_list(rank, size, function, *arguments):
     return list(function(rank, size, *arguments))
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3))])
 def test_local_sgd_averages_parameters(size, tmp_path):
     results = run_well(size, as_list, tmp_path, local_sgd)
     assert all(result == results[0] for result in results), "the same bits on all ranks"

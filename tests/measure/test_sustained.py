@@ -106,7 +106,7 @@ def test_over_links_of_a_known_rate_it_is_that_rate(cluster):
     assert max(found) == pytest.approx(PAYLOAD * mbit, rel=0.03), found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_sum_is_faster_than_the_line(cluster):
     hosts, mbit = cluster
     measure = ["-m", "penstock.cli", "measure", "allreduce", "--sizes", "8MB", "--algorithms", "store,butterfly"]

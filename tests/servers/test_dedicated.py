@@ -131,6 +131,7 @@ def test_servers_that_are_started_by_hand_serve_workers_that_something_else_star
     assert by_hand[0]["owned"] == by_launcher[0]["owned"]
 
 
+@pytest.mark.long
 def test_what_servers_make_no_sense_for_goes_among_the_workers(tmp_path):
     apart, moved = trained(tmp_path / "apart", 3, 1, "schemes")
     alike, _ = trained(tmp_path / "alike", 3, 0, "schemes")

@@ -91,8 +91,6 @@ def test_rows_go_once_to_each_other_group(tmp_path):
     received = [result["moved"]["model0.gradients"]["bytes_received"] for result in grouped]
     assert sent == [(2 + 3) * own, own] * 2
     assert received == [(2 + 1) * own, 3 * own] * 2
-    apart, _ = trained(tmp_path / "apart", ["--clients", "2", "--servers", "2"], "double", "rows")
-    assert apart[0]["bits"] == results[0]["bits"], "servers have no part in it"
 
 
 @pytest.mark.long
@@ -177,7 +175,7 @@ def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
     """2 hosts with 2 ranks: what the interfaces count, beside the cost function."""
     with hosts(tmp_path) as (cluster, launching):
         moved = {}
-        for groups in ("host", "auto", None):
+        for groups in ("auto", None):
             before = [carried(host) for host in cluster.hosts]
             told = ["--env", "PENSTOCK_LINE_RATE_MBIT=1000"]  # given: measuring it would move as much again
             told += [] if groups is None else ["--env", f"PENSTOCK_GROUPS={groups}"]
@@ -191,7 +189,6 @@ def test_hosts_move_the_bytes_of_one_worker_each(tmp_path):
     # 2 (C-1)/C n for each host, and m times that without; headers, and what is said at the start, come on top.
     for way in (0, 1):
         for host in (0, 1):
-            assert nbytes <= moved["host"][host][way] <= 1.25 * nbytes
             assert nbytes <= moved["auto"][host][way] <= 1.25 * nbytes, "at 1 Gbit/s they pay"
             assert 2 * nbytes <= moved[None][host][way] <= 2.25 * nbytes
 

@@ -13,7 +13,7 @@ KEYS = Path(__file__).with_name("keys.py")
 KEPT = Path(__file__).with_name("kept.py")
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(3, 2), (2, 1)])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.long)])
 def test_a_program_has_the_bits_of_a_plain_model_and_keys_live_on_servers(tmp_path, workers, servers):
     """Compared call by call in keys.py."""
     results, moved = trained_by(KEYS, tmp_path / "apart", workers, servers, *map(str, range(3)))
@@ -24,6 +24,7 @@ def test_a_program_has_the_bits_of_a_plain_model_and_keys_live_on_servers(tmp_pa
     assert all(received > 0 and sent > 0 for received, sent in moved)
 
 
+@pytest.mark.long
 def test_optimizers_on_servers_go_on_from_checkpoints_with_other_numbers(tmp_path):
     """Twelve steps of one run, by 2 workers with 2 servers, 3 with 1 and 2 without any."""
     for turn, (workers, servers) in enumerate([(2, 2), (3, 1), (2, 0)]):

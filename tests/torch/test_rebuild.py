@@ -194,7 +194,7 @@ background.COPIES_OUT.start()
 
 
 @pytest.mark.fake_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_job_still_needs_when_the_program_just_ends_works_until_it_has_ended():
     """The last step's gradients may be on a device yet."""
     ended = subprocess.run([sys.executable, "-c", JOB_ENDING], capture_output=True, text=True, timeout=120, check=False)

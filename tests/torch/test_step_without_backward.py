@@ -102,7 +102,7 @@ def test_gradients_that_the_program_counts_up():
     assert run(main, 3) == [[-1.0, -3.0, -6.0, -10.0, -15.0]] * 3
 
 
-@pytest.mark.parametrize("how", ["left", "zeroed", "removed"])
+@pytest.mark.parametrize("how", ["left", *(pytest.param(how, marks=pytest.mark.long) for how in ("zeroed", "removed"))])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_gradients_set_by_hand_have_the_bits_of_one_process(program, scheme, how):

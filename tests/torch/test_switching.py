@@ -81,7 +81,7 @@ def train(seed, rank, schemes, steps, seen=None):
 
 
 @pytest.mark.fake_only
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 def test_random_choices_and_arrivals(seed):
     size = 2 + seed % 3
     seen = [[] for _ in range(size)]

@@ -66,7 +66,7 @@ def updated(kind, options, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=6)
 @given(data=st.data(), seed=st.integers(0, 2**31))
 def test_a_twin_updates_as_torch_does(kind, dtype, data, seed):
     options = data.draw(OPTIMIZERS[kind])

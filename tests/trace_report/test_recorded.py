@@ -87,7 +87,7 @@ def test_the_cost_model_and_the_start_are_in_the_traces(whole):
 
 
 @pytest.mark.parametrize(
-    "mode", ["ways", "owners", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("store", "async", "late"))]
+    "mode", ["ways", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("owners", "store", "async", "late"))]
 )
 def test_other_ways_of_training_have_a_page_too(mode, tmp_path):
     size = 2 if mode in ("async", "late") else 3

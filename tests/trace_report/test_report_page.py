@@ -146,7 +146,7 @@ def page_of(name):
 
 @pytest.mark.parametrize(
     ("ranks", "layers"),
-    [(1, 1), (64, 12), *(pytest.param(*size, marks=pytest.mark.long) for size in [(2, 300), (9, 3)])],
+    [(1, 1), *(pytest.param(*size, marks=pytest.mark.long) for size in [(2, 300), (9, 3), (64, 12)])],
 )
 def test_any_number_of_ranks_and_layers_makes_a_page(ranks, layers, tmp_path):
     found = find(read_all(Made(ranks, layers, 4).write(tmp_path), RECORD))
@@ -230,6 +230,7 @@ def test_torn_traces_are_refused_unless_asked_for_and_then_said_to_be_torn(tmp_p
     assert len(of_table(page, "t-steps")) == 2
 
 
+@pytest.mark.long
 def test_a_torn_file_of_any_length_makes_a_page_or_is_refused(tmp_path):
     """Cut between blocks, where ranks have records and no moments, or neither."""
     Made(2, 3, 5).write(tmp_path)

@@ -9,7 +9,7 @@ use penstock_sim::random::Random;
 use std::collections::BTreeMap;
 
 /// Jobs per test run.
-const JOBS: u64 = 300;
+const JOBS: u64 = 120;
 
 #[test]
 fn random_calls_in_random_order_all_end_with_the_expected_bits() {
