@@ -87,7 +87,7 @@ long: ## Run what takes too long for each change, all of it also if some fails; 
 	.ci/long $(LONG)
 
 test-long: build ## The combinations that `make test` leaves out
-	$(BIN)/python -m pytest --numprocesses 6 --dist loadgroup -m long --ignore tests/launchers $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup -m long --ignore tests/launchers $(ARGS)
 
 test-failures: build ## Kill, freeze, hang or break a rank in 50 seeded runs; the others meet again; a table of it all
 	PYTHONPATH=tests $(BIN)/python tests/failure/many_runs.py $(ARGS)

@@ -48,7 +48,9 @@ def test_a_program_goes_on_without_a_worker_that_is_killed(killed, tmp_path):
 @pytest.mark.long
 def test_a_worker_that_is_stopped_for_good_is_not_waited_for(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
-    arguments = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "train.py", "1", "SIGSTOP")
+    # In which time the others end, also on a busy machine.
+    launching = ("-m", "penstock", "run", "--nproc-per-node", "3", "--min", "2", "--grace-s", "12")
+    arguments = (*launching, "train.py", "1", "SIGSTOP")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = programs.start_afresh(*arguments, cwd=tmp_path, **pipes)  # whose workers are children of the agent
     out, err = process.communicate(timeout=120)

@@ -229,7 +229,8 @@ def test_hosts_with_ranks_and_servers_move_the_bytes_of_the_cost_function(tmp_pa
 def timed(directory, launching, groups):
     """Seconds of a step, the groups and why these."""
     directory.mkdir()
-    told = [] if groups is None else ["--clients", groups]
+    told = ["--env", "PENSTOCK_LINE_RATE_MBIT=auto"]  # by which they are chosen
+    told += [] if groups is None else ["--clients", groups]
     command = [*RUN, "--workers", "4", *launching, *told, str(TIMED), str(directory)]
     done = programs.run(*command, cwd=directory, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
