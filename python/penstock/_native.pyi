@@ -454,12 +454,15 @@ class Engine:
     def council_port(self) -> int | None:
         """Where this rank's part in agreements on the members is to be reached; none where they may not be lost."""
 
-    def go_on_after_losses(self, addresses: list[tuple[str, int]], enough: int | None = None) -> None:
+    def go_on_after_losses(
+        self, addresses: list[tuple[str, int]], enough: int | None = None, most: int | None = None
+    ) -> None:
         """From now on the others go on when members are lost.
 
         Args:
             addresses: By rank, host and `council_port`.
             enough: So many must agree on the next members; more than half of the last ones if it is not given.
+            most: With so many members newcomers wait until one is lost; they do not if it is not given.
         """
 
     @property

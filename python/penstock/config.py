@@ -137,6 +137,8 @@ class Options:
             part in that. Options that ranks must agree on are the job's.
         ranks_min: With ``elastic``, so many workers must be left and agree, or the job ends. ``None``: more than half
             of the last ones. Fewer than that may let two halves of a cut network go on apart.
+        ranks_max: With ``elastic``, there are never more workers than these: a newcomer waits until one is lost, for
+            ``rendezvous_timeout_s``. ``None``: as many as come.
         membership_log: A file for the log of an elastic job's members, which `penstock replay` repeats the run from
             (docs/elastic.md). The first member that is left writes it: give a path that all hosts see.
         observations: Keep so many records of where each slice was when, 32 bytes each, per lane and as many of the
@@ -186,6 +188,7 @@ class Options:
     elastic: bool = False
     join: str | None = None
     ranks_min: int | None = None
+    ranks_max: int | None = None
     membership_log: str | None = None
     observations: int = 0
     trace: str | None = None
@@ -262,6 +265,7 @@ class OptionArguments(TypedDict, total=False):
     elastic: bool | None
     join: str | None
     ranks_min: int | None
+    ranks_max: int | None
     membership_log: str | os.PathLike[str] | None
     observations: int | str | None
     trace: str | os.PathLike[str] | None
@@ -461,6 +465,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     "elastic": _SWITCH,
     "join": (_host_and_port, '"host:port"'),
     "ranks_min": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
+    "ranks_max": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
     "membership_log": (_path, "a path of a file"),
     "observations": (_whole(0, OBSERVATIONS_MAX), f"a number of records, from 0 to {OBSERVATIONS_MAX}"),
     "trace": (_path, "a path of a directory"),

@@ -137,7 +137,8 @@ class Doorway:
             if number not in self._ranks:
                 return None
             state = base64.b64encode(self._engine.job_state()).decode()
-            return self._sealed(key, {"rank": self._ranks[number], "state": state})
+            members = len(self._engine.members())
+            return self._sealed(key, {"rank": self._ranks[number], "state": state, "members": members})
         except PenstockError as error:
             return self._sealed(key, {"error": {"type": type(error).__name__, "message": str(error)}})
 
@@ -183,7 +184,16 @@ class Entrance:
         key = f"{self._name}/knock/{self._number}"
         given = options.secret is not None
         self._ask(SET, key, seal(self._version, self._secret, given, key, {"number": self._number}), deadline)
-        rank = int(self._answer(deadline)["rank"])
+        answer = self._answer(deadline)
+        rank, members = int(answer["rank"]), int(answer["members"])
+        if options.ranks_max is not None and members >= options.ranks_max:
+            _log.warning(
+                "penstock: the job at %s has %d workers, and may have no more (ranks_max): this one waits until one is "
+                "lost, for %g s (rendezvous_timeout_s)",
+                self._door,
+                members,
+                options.rendezvous_timeout_s,
+            )
         assert self._secret is not None  # the opening said how to come by it
         hosts = tuple(map(int, said["hosts"]))
         agreement = Agreement(

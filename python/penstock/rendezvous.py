@@ -138,6 +138,7 @@ AGREED = (
     "encrypt",
     "elastic",
     "ranks_min",
+    "ranks_max",
 )
 
 

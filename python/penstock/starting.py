@@ -212,7 +212,7 @@ def _go_on_after_losses(job: Job, hosts: list[str], run: LoggedRun | None) -> No
     councils = [(host, int.from_bytes(port, "little")) for host, port in zip(hosts, ports, strict=True)]
     ranks, limit_s = job.options.ranks, job.options.operation_timeout_s
     job.calls = ElasticCalls(job.engine, job.rank, ranks, range(ranks), limit_s)
-    job.engine.go_on_after_losses(councils, job.options.ranks_min)
+    job.engine.go_on_after_losses(councils, job.options.ranks_min, job.options.ranks_max)
     _begin_membership(job, run)
     assert job.membership is not None  # since now
     job.membership.takes(job.calls)
@@ -252,8 +252,9 @@ def _check_elastic(options: Options) -> None:
         ConfigError: Naming the option.
     """
     if not options.elastic:
-        if options.ranks_min is not None:
-            raise ConfigError("option ranks_min is for elastic jobs: give elastic=True (PENSTOCK_ELASTIC), too")
+        for name in ("ranks_min", "ranks_max"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"option {name} is for elastic jobs: give elastic=True (PENSTOCK_ELASTIC), too")
         if options.membership_log is not None:
             raise ConfigError(
                 "option membership_log: members change in elastic jobs alone: give elastic=True (PENSTOCK_ELASTIC), "
@@ -269,6 +270,11 @@ def _check_elastic(options: Options) -> None:
     if options.ranks_min is not None and options.ranks_min > options.world_size:
         raise ConfigError(
             f"option ranks_min: {options.ranks_min} workers cannot be left of {options.world_size} (world_size)"
+        )
+    if options.ranks_max is not None and options.ranks_max < options.world_size:
+        raise ConfigError(
+            f"option ranks_max: the job begins with {options.world_size} workers (world_size), and may have no more "
+            f"than {options.ranks_max}"
         )
 
 
@@ -420,10 +426,13 @@ def arrive(running: Job) -> None:
         visit.close()
     limit_s = options.rendezvous_timeout_s
     if not running.engine.come(state, running.host, options.ranks_min, limit_s):
-        late = (
-            f"rank {running.rank}, a newcomer, was not let in within {limit_s:g} s (rendezvous_timeout_s): members let "
-            "newcomers in where their programs call `let_in` of penstock.Newcomers, once in each step"
-        )
+        late = f"rank {running.rank}, a newcomer, was not let in within {limit_s:g} s (rendezvous_timeout_s): "
+        if options.ranks_max is not None and len(running.engine.members()) >= options.ranks_max:
+            late += f"the job has {options.ranks_max} workers, and may have no more (ranks_max), until one is lost"
+        else:
+            late += (
+                "members let newcomers in where their programs call `let_in` of penstock.Newcomers, once in each step"
+            )
         running.abort(late)
         raise Timeout(late, rank=running.rank)
     membership.come()

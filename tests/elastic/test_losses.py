@@ -236,7 +236,9 @@ def test_what_an_elastic_job_cannot_do_is_refused(tmp_path):
         ({"elastic": True, "groups": 2}, "cannot have groups"),
         ({"elastic": True, "servers": 1}, "cannot have servers"),
         ({"ranks_min": 1}, "ranks_min is for elastic jobs"),
+        ({"ranks_max": 4}, "ranks_max is for elastic jobs"),
         ({"elastic": True, "ranks_min": 3}, "3 workers cannot be left of 2"),
+        ({"elastic": True, "ranks_max": 1}, "begins with 2 workers .world_size., and may have no more than 1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, says, tmp_path):

@@ -137,6 +137,57 @@ def grows(rank, count, doors, target):
     return training.outcome()
 
 
+def replaces(rank, count, doors):
+    """The last one ends once it has seen for some steps that a newcomer waits."""
+    training, waited = Training(doors if rank == 0 else None), 0
+    while training.progress.steps < STEPS_MAX:
+        training.step()
+        waited += rank == count - 1 and len(job.current().engine.announced()) > 0
+        if waited > 4 * AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        came = next((entry.step for entry in ps.membership_log() if count in entry.members), STEPS_MAX)
+        if training.progress.steps >= came + AFTER:
+            return training.outcome()
+    raise AssertionError("nobody has come")
+
+
+def test_a_newcomer_waits_while_there_are_as_many_as_may_be(tmp_path):
+    doors = CONTEXT.Queue()
+    limits = {"ranks_min": 2, "ranks_max": 3}
+    outcomes = run(3, replaces, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS, **limits)
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    values = [outcome.value for outcome in outcomes if outcome is not outcomes[2]]
+    assert all(values), [outcome.error for outcome in outcomes]
+    assert_same(values)
+    log = values[0]["log"]
+    assert all(len(members) <= 3 for members, _ in log), log
+    assert set(log[-1][0]) == {0, 1, 3}
+
+
+def comes_in_vain(rank, count, doors, over):
+    training, went = None, torch.zeros(1)
+    try:
+        training = Training(doors if rank == 0 else None)
+        while not went:
+            training.step()
+            went[0] = over.is_set()
+            ps.allreduce(went, "max")
+    finally:
+        over.set()
+    return training.outcome()
+
+
+@pytest.mark.long
+def test_a_newcomer_for_whom_there_is_no_place_is_told_so_in_time(tmp_path):
+    doors, over = CONTEXT.Queue(), CONTEXT.Event()
+    options = {**OPTIONS, "ranks_max": 2, "rendezvous_timeout_s": 8.0}
+    *members, newcomer = run(2, comes_in_vain, tmp_path, Relay(doors), over, newcomers=1, doors=doors, **options)
+    assert isinstance(newcomer.error, ps.Timeout)
+    assert "the job has 2 workers, and may have no more (ranks_max), until one is lost" in str(newcomer.error)
+    assert [member.error for member in members] == [None, None]
+    assert_same([member.value for member in members])
+
+
 @pytest.mark.parametrize(("count", "target"), [(2, 3), pytest.param(3, 5, marks=pytest.mark.long)])
 def test_newcomers_take_part_from_a_step_that_all_know(tmp_path, count, target):
     doors, more = CONTEXT.Queue(), target - count

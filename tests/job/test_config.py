@@ -51,6 +51,7 @@ SAMPLES = {
     "elastic": ("yes", True, "maybe"),
     "join": ("10.0.0.1:5000", "10.0.0.1:5000", "10.0.0.1"),
     "ranks_min": ("2", 2, "0"),
+    "ranks_max": ("5", 5, "0"),
     "membership_log": ("a/log.jsonl", "a/log.jsonl", " "),
     "observations": ("65536", 65536, "-1"),
     "trace": ("a/directory", "a/directory", " "),

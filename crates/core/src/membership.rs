@@ -13,7 +13,7 @@
 //! A newcomer gets a rank when the epoch ends in which it has asked, whoever was asked. Once it is prepared and all members hear it, another
 //! epoch ends, and says from which step on it counts: one that nobody has begun. Samples of that step are dealt to it before it has come. So
 //! all programs wait for it there, and the epoch ends once more: the newcomer is a member from then on. If it does not come it counts as lost, and
-//! has been whole in nothing.
+//! has been whole in nothing. Where a job may have so many members and no more, a newcomer that is prepared waits until there is a place.
 
 use crate::limits::{NEWCOMERS_MAX, RANKS_MAX};
 use crate::members::Members;
@@ -165,6 +165,8 @@ pub struct MembershipLog {
     announced: Vec<Announced>,
     /// The rank of the next newcomer: none is given twice.
     next: Rank,
+    /// So many members there may be; 0: any number.
+    most: u32,
 }
 
 impl MembershipLog {
@@ -174,7 +176,14 @@ impl MembershipLog {
         let next = Rank(members.last().map_or(0, |last| last.0 + 1));
         let among = members.clone();
         let entry = MembershipEntry { members, step: 1, among, rounds: Vec::new() };
-        Self { entries: vec![entry], announced: Vec::new(), next }
+        Self { entries: vec![entry], announced: Vec::new(), next, most: 0 }
+    }
+
+    /// So many members there may be from now on; those that are there stay.
+    #[must_use]
+    pub fn limited_to(mut self, most: Option<u32>) -> Self {
+        self.most = most.unwrap_or(0);
+        self
     }
 
     /// The next epoch begins: what each member of the last one that stays has reported, and newcomers that all of these hear have said; all
@@ -202,7 +211,8 @@ impl MembershipLog {
         // Programs wait for all at one step: who is heard while others are to come waits until they have.
         if self.announced.iter().all(|one| one.step.is_none()) {
             let is_heard = |one: &&mut Announced| heard.iter().any(|(rank, _)| *rank == one.rank);
-            self.announced.iter_mut().filter(is_heard).for_each(|one| one.step = Some(step));
+            let places = self.places(members.len());
+            self.announced.iter_mut().filter(is_heard).take(places).for_each(|one| one.step = Some(step));
         }
         let among: BTreeSet<Rank> = members.iter().copied().collect();
         let mut counted = among.clone();
@@ -220,6 +230,16 @@ impl MembershipLog {
     pub fn is_full(&self) -> bool {
         let began = self.entries.first().and_then(|entry| entry.members.last()).map_or(0, |last| last.0 + 1);
         self.next.0 >= (began + NEWCOMERS_MAX).min(RANKS_MAX)
+    }
+
+    fn places(&self, members: usize) -> usize {
+        if self.most == 0 { usize::MAX } else { (self.most as usize).saturating_sub(members) }
+    }
+
+    /// Whether another newcomer may count: if none does, beside those that do and are to come.
+    #[must_use]
+    pub fn has_place(&self) -> bool {
+        self.entries.last().is_none_or(|entry| self.places(entry.members.len()) > 0)
     }
 
     /// By epoch.
@@ -243,6 +263,7 @@ impl MembershipLog {
 
     fn put(&self, to: &mut Vec<u8>) {
         to.extend(self.next.0.to_le_bytes());
+        to.extend(self.most.to_le_bytes());
         to.extend((self.entries.len() as u32).to_le_bytes());
         for MembershipEntry { members, step, among, rounds } in &self.entries {
             put_ranks(to, members);
@@ -267,7 +288,7 @@ impl MembershipLog {
     }
 
     fn read(from: &mut StateReader<'_>) -> Result<Self, String> {
-        let next = Rank(from.u32()?);
+        let (next, most) = (Rank(from.u32()?), from.u32()?);
         let mut entries = Vec::new();
         for _ in 0..from.u32()? {
             let (members, step, among) = (from.ranks()?, from.u64()?, from.ranks()?);
@@ -287,7 +308,7 @@ impl MembershipLog {
             let (knock, rank, step) = (from.u64()?, Rank(from.u32()?), from.u64()?);
             announced.push(Announced { knock, rank, step: Some(step).filter(|step| *step > 0) });
         }
-        Ok(Self { entries, announced, next })
+        Ok(Self { entries, announced, next, most })
     }
 }
 
@@ -403,7 +424,7 @@ mod tests {
 
     #[test]
     fn a_newcomer_reads_what_a_member_knows() {
-        let mut log = log();
+        let mut log = log().limited_to(Some(5));
         let ask = |begun| MemberReport { knocks: vec![9], ..report(begun, &[(3, true)]) };
         begin(&mut log, &[(Rank(0), ask(2)), (Rank(2), ask(4))]);
         let members = [0, 2].map(Rank).into_iter().collect::<Members>().in_epoch(1);
@@ -474,6 +495,34 @@ mod tests {
         log.begin(&stay, &ranks(&[0, 2, 3]), true);
         assert!(log.announced().is_empty());
         assert_eq!(counts(&log), (vec![0, 2, 3], 14));
+    }
+
+    #[test]
+    fn a_newcomer_waits_until_there_is_a_place() {
+        let ranks = |numbers: &[u32]| -> Vec<Rank> { numbers.iter().copied().map(Rank).collect() };
+        let says = |numbers: &[u32], begun| -> Vec<(Rank, MemberReport)> {
+            numbers
+                .iter()
+                .map(|number| (Rank(*number), report(if *number < 3 { begun } else { 0 }, &[])))
+                .collect()
+        };
+        let steps = |log: &MembershipLog| log.announced().iter().map(|one| one.step).collect::<Vec<_>>();
+        let mut log = log().limited_to(Some(4));
+        assert!(log.has_place());
+        let mut asked = says(&[0, 1, 2], 4);
+        asked[0].1.knocks = vec![20, 70];
+        log.begin(&asked, &ranks(&[0, 1, 2]), false);
+        // All hear both: one has a place.
+        log.begin(&says(&[0, 1, 2, 3, 4], 7), &ranks(&[0, 1, 2]), false);
+        assert_eq!((steps(&log), log.has_place()), (vec![Some(8), None], false));
+        log.begin(&says(&[0, 1, 2, 3, 4], 9), &ranks(&[0, 1, 2, 3]), true);
+        assert_eq!((steps(&log), log.has_place()), (vec![None], false));
+        // A loss: its place is the other one's.
+        log.begin(&says(&[0, 2, 3, 4], 11), &ranks(&[0, 2, 3]), false);
+        assert_eq!((steps(&log), log.has_place()), (vec![Some(12)], false));
+        // Who never comes leaves the place to others.
+        log.begin(&says(&[0, 2, 3], 13), &ranks(&[0, 2, 3]), true);
+        assert_eq!((steps(&log), log.has_place()), (vec![], true));
     }
 
     #[test]

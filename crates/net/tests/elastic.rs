@@ -94,7 +94,7 @@ fn ports(engines: &[Engine]) -> Vec<u16> {
 /// What a rank does first.
 fn begin(engine: &Engine, lanes: &[(String, u16)], councils: &[(String, u16)], enough: Option<u32>) {
     engine.connect(lanes).unwrap();
-    engine.go_on_after_losses(councils, enough).unwrap();
+    engine.go_on_after_losses(councils, enough, None).unwrap();
     let tensors = ELEMS
         .iter()
         .enumerate()

@@ -189,10 +189,15 @@ impl Engine {
         self.engine.council_port()
     }
 
-    #[pyo3(signature = (addresses, enough=None))]
+    #[pyo3(signature = (addresses, enough=None, most=None))]
     #[allow(clippy::needless_pass_by_value)]
-    fn go_on_after_losses(&self, addresses: Vec<(String, u16)>, enough: Option<u32>) -> PyResult<()> {
-        self.engine.go_on_after_losses(&addresses, enough).map_err(raise)
+    fn go_on_after_losses(
+        &self,
+        addresses: Vec<(String, u16)>,
+        enough: Option<u32>,
+        most: Option<u32>,
+    ) -> PyResult<()> {
+        self.engine.go_on_after_losses(&addresses, enough, most).map_err(raise)
     }
 
     #[getter]

@@ -31,7 +31,18 @@ variables. The program must do the same each time: give it its seed, and let it 
 parameters of all models are compared with those of the run. Status: 1 if their bits are others, or the replay has left
 its log; 2 for a log that cannot be read; else as of penstock run.
 """
-OF_THE_RUN = ("MEMBERSHIP_LOG", "JOIN", "RANK", "WORLD_SIZE", "SERVERS", "GROUPS", "ROLE", "RENDEZVOUS", "RANKS_MIN")
+OF_THE_RUN = (
+    "MEMBERSHIP_LOG",
+    "JOIN",
+    "RANK",
+    "WORLD_SIZE",
+    "SERVERS",
+    "GROUPS",
+    "ROLE",
+    "RENDEZVOUS",
+    "RANKS_MIN",
+    "RANKS_MAX",
+)
 """Variables that workers are not told: the log says what they would."""
 
 

@@ -274,7 +274,8 @@ def _elastic(options: argparse.Namespace, workers: int, *, several_launchers: bo
         raise ConfigError(f"--min {options.min} is more than the {workers} workers that are started")
     if options.max is not None and options.max < workers:
         raise ConfigError(f"--max {options.max} is less than the {workers} workers that are started")
-    return {"PENSTOCK_ELASTIC": "1", "PENSTOCK_RANKS_MIN": str(options.min)}
+    told = {"PENSTOCK_ELASTIC": "1", "PENSTOCK_RANKS_MIN": str(options.min)}
+    return told if options.max is None else {**told, "PENSTOCK_RANKS_MAX": str(options.max)}
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[Host], NodeRank]:

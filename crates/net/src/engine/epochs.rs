@@ -106,7 +106,7 @@ impl Engine {
     }
 
     /// From now on the others go on when members are lost: they agree on who is left, and finish what they have begun. `addresses` is by rank where the
-    /// councils are; `enough` members must agree, or more than half of the last ones.
+    /// councils are; `enough` members must agree, or more than half of the last ones. With `most` members no newcomer comes until one is lost.
     ///
     /// # Errors
     /// `Config` if the engine is not elastic, or it was called before.
@@ -114,6 +114,7 @@ impl Engine {
         &self,
         addresses: &[(String, u16)],
         enough: Option<u32>,
+        most: Option<u32>,
     ) -> Result<(), Failure> {
         self.alive("go_on_after_losses")?;
         let (size, members) = (self.inner.config.size, self.inner.members());
@@ -125,6 +126,10 @@ impl Engine {
                 addresses.len()
             )));
         };
+        {
+            let mut epochs = self.inner.epochs.lock();
+            epochs.log = epochs.log.take().map(|log| log.limited_to(most));
+        }
         self.begin_council(listeners, (*members).clone(), addresses, enough, None)
     }
 
@@ -425,12 +430,12 @@ impl Inner {
         Ok(())
     }
 
-    /// Another epoch is to end if there is a newcomer whom all may wait for, and nobody is waited for yet; or one without a rank.
+    /// Another epoch is to end if there is a newcomer whom all may wait for, a place for it, and nobody is waited for yet; or one without a rank.
     fn let_newcomers_in(&self) {
         let epochs = self.epochs.lock();
         let Some(log) = epochs.log.as_ref().filter(|_| !epochs.newcomer) else { return };
         let waits = log.announced().iter().any(|one| one.step.is_some());
-        let comes = |one: &Announced| !waits && epochs.heard.contains(&one.rank);
+        let comes = |one: &Announced| !waits && log.has_place() && epochs.heard.contains(&one.rank);
         let why = if log.announced().iter().any(comes) {
             "a newcomer is prepared"
         } else if epochs.knocks.is_empty() {
