@@ -159,7 +159,8 @@ if dist.get_rank() != 1:
 handles = meet("leaving", members)
 if process == size - 1:
     refused(ps.PenstockError, "reconfigured", lambda: [dist.all_reduce(torch.ones(10)) for _ in range(10**6)])
-    refused(ps.Timeout, "rank", lambda: dist._reconfigure(600, handles, timeout=timedelta(seconds=2)))
+    soon = timedelta(seconds=2)
+    refused(ps.Timeout, "the timeout of reconfigure", lambda: dist._reconfigure(600, handles, timeout=soon))
     refused(ps.ConfigError, "failed", lambda: dist.all_reduce(torch.ones(1)))
 else:
     reconfigure(601, handles[:-1])

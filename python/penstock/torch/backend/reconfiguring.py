@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from penstock import job
 from penstock.boards import TorchBoard
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Timeout
 from penstock.torch.backend.group import GROUPS_FIRST, ProcessGroup, _engines
 from penstock.torch.backend.works import Work, methods_outside_of_dynamo
 
@@ -166,6 +166,9 @@ class ReconfigurableGroup(ProcessGroup):
         board = TorchBoard(self._store, "the program's store", self._meeting)
         try:
             begun = job.init_at_store(board, rank, len(handles), rendezvous_timeout_s=limit.total_seconds())
+        except Timeout as error:  # which was not given under that name
+            said = error.message.replace("rendezvous_timeout_s", "the timeout of reconfigure")
+            raise Timeout(said, rank=error.rank, peer=error.peer) from error
         finally:
             board.close()
         # All engines are new, so that all take the same number without a word.
