@@ -87,6 +87,8 @@ class Gpt(nn.Module):
 
 
 NETWORKS = {"quick": Quick, "gpt": Gpt}
+WAITS_S = 3600.0
+"""Who is needed only in a larger job waits for it through all before; the test has a limit for all of them."""
 CASES = [f"{network}-{name}-{dtype}" for network in NETWORKS for name in OPTIMIZERS for dtype in DTYPES]
 
 
@@ -163,6 +165,7 @@ def main(directory, process):
         place = directory / f"job-{number}"
         place.mkdir(mode=0o700, exist_ok=True)
         common = {"world_size": workers, "servers": servers, "rendezvous": f"file://{place}", **options}
+        common["rendezvous_timeout_s"] = WAITS_S
         folder = directory / f"told-{number}"
         folder.mkdir(exist_ok=True)
         if process < workers:
