@@ -232,11 +232,12 @@ impl MembershipLog {
         self.next.0 >= (began + NEWCOMERS_MAX).min(RANKS_MAX)
     }
 
+    /// How many more may count where so many do.
     fn places(&self, members: usize) -> usize {
         if self.most == 0 { usize::MAX } else { (self.most as usize).saturating_sub(members) }
     }
 
-    /// Whether another newcomer may count: if none does, beside those that do and are to come.
+    /// Whether another newcomer may count, beside all that count already, those that are to come included.
     #[must_use]
     pub fn has_place(&self) -> bool {
         self.entries.last().is_none_or(|entry| self.places(entry.members.len()) > 0)
