@@ -215,7 +215,7 @@ class Distributed:
         self._step_is_new = False  # no forward since the last step
         self._told_groups: list[list[dict[str, Any]]] = []  # at a newcomer, hyperparameters of its optimizers
         self._at_start: list[Layer] = []
-        self.norms = SyncedNorms(self.gradients, model, name, self.is_live, agreeing)
+        self.norms = SyncedNorms(self.gradients, model, name, self.is_live, agreeing, membership)
         self._attach()
         if membership is not None:
             membership.takes(self)

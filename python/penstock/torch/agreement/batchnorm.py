@@ -5,6 +5,12 @@ forward that sends what is needed of this rank's samples to all others, and wait
 each channel the mean and the variance; in backward two sums. Every rank combines them by itself, in rank order, by
 operations that round alike everywhere: all ranks have the same statistics, bit for bit.
 
+In an elastic job a gather ends with the first member that is lost. There sums travel, by the store, whose rounds those
+who are left finish: of each channel the sum of the values, that of their squares, and how many there are. All get the
+same sums, and divide them alike. In backward the sums are divided by the number of values of the forward, also if a
+member was lost in between: then they are the derivative of the losses of those who are left, and the samples of the
+lost one count as constants in the statistics.
+
 Ranks may have different numbers of samples, or none. In `penstock.join` the statistics are those of the ranks that
 still train. A forward in training mode is a call that all ranks make, whatever autograd records; one in eval mode is
 torch's. Of samples on an accelerator the few numbers of each channel come to the host and go back, and the program
@@ -15,6 +21,7 @@ from __future__ import annotations
 
 import json
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -31,6 +38,7 @@ from penstock.torch.release.failure import tells_what_is_whole
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.gathering import Agreeing
+    from penstock.members import Membership
 
 __all__ = ["SyncedNorms", "check_synced_norms"]
 
@@ -38,6 +46,7 @@ HEADER = 1  # words: how many values of each channel this rank has
 WORD_BYTES = 8
 WIDEST = torch.float64
 FORWARD, BACKWARD = 0, 1
+ROW = 3  # where numbers are summed: of each channel two, and how many values they are of
 NAMES = ("statistics in forward", "sums in backward")
 
 
@@ -67,7 +76,7 @@ class ModelGradients(Protocol):
 
 
 class SyncedNorms:
-    """The SyncBatchNorm layers of one model: a book with two gathers for each.
+    """The SyncBatchNorm layers of one model: a book with two gathers for each, or in an elastic job two sums.
 
     Collective; opens the book and replaces the forward of each instance.
 
@@ -76,6 +85,8 @@ class SyncedNorms:
         model: The model.
         name: What it is called in messages.
         is_live: Says whether its job still runs; without it there is nobody to synchronise with.
+        agreeing: How ranks agree on the layers.
+        membership: Who is left, of an elastic job.
 
     Attributes:
         book: The number of the book, or `None` if there is no such layer.
@@ -86,11 +97,18 @@ class SyncedNorms:
     """
 
     def __init__(
-        self, gradients: ModelGradients, model: nn.Module, name: str, is_live: Callable[[], bool], agreeing: Agreeing
+        self,
+        gradients: ModelGradients,
+        model: nn.Module,
+        name: str,
+        is_live: Callable[[], bool],
+        agreeing: Agreeing,
+        membership: Membership | None = None,
     ) -> None:
         self.engine = engine = gradients.engine
         self.is_live = is_live
         self._gradients = gradients
+        self._membership = membership
         self._lent = lent_to(engine)
         self._model = model
         check_synced_norms(model, engine.report()["size"])
@@ -99,16 +117,17 @@ class SyncedNorms:
         self.book: int | None = None
         if not self._ours:
             return
+        kind: type[Norm] = GatheredNorm if membership is None else SummedNorm
         tensors = [
-            (what, number, "bytes", WORD_BYTES * HEADER + 2 * module.num_features * WIDEST.itemsize, "gather")
+            (what, number, *kind.travels_as(module.num_features))
             for number, module in enumerate(self._ours.values())
             for what in NAMES
         ]
-        self.book = engine.open_book(f"{name}.batchnorm", list(self._ours), tensors)  # type: ignore[arg-type]
+        self.book = engine.open_book(f"{name}.batchnorm", list(self._ours), tensors)
         engine.set_priorities(self.book, [0] * len(self._ours))  # somebody waits for each of them
         for number, (layer, module) in enumerate(self._ours.items()):
             instance: Any = module
-            instance.forward = types.MethodType(_make_forward(Norm(self, layer, number, module.num_features)), module)
+            instance.forward = types.MethodType(_make_forward(kind(self, layer, number, module.num_features)), module)
 
     def check(self) -> None:
         """Refuse what became a SyncBatchNorm after `penstock.distribute`.
@@ -124,43 +143,79 @@ class SyncedNorms:
                     layer=layer,
                 )
 
+    def check_that_it_takes_part(self, layer: str) -> None:
+        """Refuse a forward of a newcomer that the others do not make.
+
+        Raises:
+            ConfigError: This rank has not been told everything yet.
+        """
+        if self._membership is not None and self._membership.arriving:
+            raise ConfigError(
+                f"SyncBatchNorm {layer}: rank {self._gradients.rank} is a newcomer: before its first forward in "
+                "training mode it must call penstock.Newcomers, as the others did",
+                rank=self._gradients.rank,
+                layer=layer,
+            )
+
     @tells_what_is_whole
-    def exchange(self, norm: Norm, direction: int, values: int, numbers: Tensor) -> list[ChannelNumbers]:
-        """Every rank's part, in rank order; of ranks that have left (`penstock.join`) none.
+    def gather(self, norm: Norm, direction: int, mine: Tensor) -> list[tuple[int, Tensor]]:
+        """Every rank's bytes, after its rank, in rank order; of ranks that have left (`penstock.join`) none.
 
         Args:
             norm: The layer.
             direction: `FORWARD` or `BACKWARD`.
-            values: How many values of each channel this rank has.
-            numbers: Two numbers of each channel, shape (2, C), fp32 or fp64, in main memory.
+            mine: This rank's, in memory that stays as it is.
 
         Raises:
             ModelMismatch: A rank is at another step: it skipped a forward of this layer, or made one more.
             PeerLost: A rank was lost.
             Timeout: A rank did not come; names it, the layer and the step.
         """
-        gradients, engine, book = self._gradients, self.engine, self.book
-        assert book is not None
-        index, step = len(NAMES) * norm.number + direction, gradients.step
-        header = torch.tensor([values], dtype=torch.int64, device="cpu")
-        mine = torch.cat([header.view(torch.uint8), numbers.contiguous().view(-1).view(torch.uint8)])
-        self._lent.lend(lambda: engine.submit_gather(book, index, mine.data_ptr(), mine.numel(), step), mine)
-        gradients.serve()
-        engine.wait(book, [index])
+        engine, (book, index) = self.engine, self._place(norm, direction)
+        step = self._gradients.step
+        self._await(book, index, lambda: engine.submit_gather(book, index, mine.data_ptr(), mine.numel(), step), mine)
         parts = []
         for rank, nbytes in enumerate(engine.gathered(book, index)):
             if nbytes is None:
                 continue
-            theirs = mine if rank == gradients.rank else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            if rank != gradients.rank:
+            theirs = mine if rank == self._gradients.rank else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            if rank != self._gradients.rank:
                 engine.read_gathered(book, index, rank, 0, theirs.data_ptr(), nbytes)
-            parts.append(norm.decoded(theirs, rank))
+            parts.append((rank, theirs))
         engine.drop_gathered(book, index)
         self._lent.collect()
         return parts
 
+    @tells_what_is_whole
+    def sum(self, norm: Norm, direction: int, mine: Tensor) -> None:
+        """In an elastic job: make of these numbers their sum over its members, slice by slice those of one epoch.
 
-class Norm:
+        Args:
+            norm: The layer.
+            direction: `FORWARD` or `BACKWARD`.
+            mine: This rank's, fp64, in main memory that nobody else writes; the sum is read and not changed.
+
+        Raises:
+            PeerLost: The others go on without this rank (it was late, or left out a forward), or too few are left.
+        """
+        engine, (book, index) = self.engine, self._place(norm, direction)
+        step = self._gradients.step
+        self._await(book, index, lambda: engine.submit(book, index, mine.data_ptr(), mine.nbytes, "sum", step), mine)
+        self._lent.collect()
+
+    def _place(self, norm: Norm, direction: int) -> tuple[int, int]:
+        """The book, and the tensor in it."""
+        assert self.book is not None  # there is a layer
+        return self.book, len(NAMES) * norm.number + direction
+
+    def _await(self, book: int, index: int, submit: Callable[[], int], mine: Tensor) -> None:
+        """Submit what is in this memory, and wait for what comes of it."""
+        self._lent.lend(submit, mine)
+        self._gradients.serve()
+        self.engine.wait(book, [index])
+
+
+class Norm(ABC):
     """One layer.
 
     Args:
@@ -176,21 +231,43 @@ class Norm:
         self.number = number
         self.channels = channels
 
-    def decoded(self, sent: Tensor, rank: int) -> ChannelNumbers:
-        """What a rank sent."""
-        (values,) = sent[: WORD_BYTES * HEADER].view(torch.int64).tolist()
-        body = sent[WORD_BYTES * HEADER :].clone()  # aligned
-        for dtype in (torch.float32, WIDEST):
-            if body.numel() == 2 * self.channels * dtype.itemsize:
-                return ChannelNumbers(values, body.view(dtype).view(2, self.channels).to(WIDEST))
-        raise ProtocolError(f"SyncBatchNorm {self.layer}: rank {rank} sent {body.numel()} bytes", rank=rank)
+    @staticmethod
+    @abstractmethod
+    def travels_as(channels: int) -> tuple[Any, ...]:
+        """Of a layer with so many channels: what the book says of each of its two tensors, after name and layer."""
 
+    @abstractmethod
     def combined(self, values: int, numbers: Tensor) -> tuple[int, Tensor, Tensor]:
         """The number of values per channel, their mean and their variance, over all ranks; the last two in fp64.
 
         Products, sums and quotients, one after the other: a rank with another processor rounds them alike.
+
+        Args:
+            values: How many values of each channel this rank has.
+            numbers: Their mean and their variance, shape (2, C), fp32 or fp64, in main memory.
         """
-        parts = [part for part in self.all.exchange(self, FORWARD, values, numbers) if part.values]
+
+    @abstractmethod
+    def total(self, values: int, numbers: Tensor) -> Tensor:
+        """The sums over all ranks, of shape (2, C), in fp64.
+
+        Args:
+            values: How many values of each channel this rank has.
+            numbers: Its two sums of each channel, shape (2, C), fp32 or fp64, in main memory.
+        """
+
+
+class GatheredNorm(Norm):
+    """One layer, whose numbers of all ranks come to all ranks, which combine them in rank order."""
+
+    @staticmethod
+    def travels_as(channels: int) -> tuple[Any, ...]:
+        """See `Norm`: the number of values, and two numbers of each channel."""
+        return "bytes", WORD_BYTES * HEADER + 2 * channels * WIDEST.itemsize, "gather"
+
+    def combined(self, values: int, numbers: Tensor) -> tuple[int, Tensor, Tensor]:
+        """See `Norm`."""
+        parts = [part for part in self._exchange(FORWARD, values, numbers) if part.values]
         total = sum(part.values for part in parts)
         mean = torch.zeros(numbers.shape[1], dtype=WIDEST, device="cpu")
         variance = torch.zeros_like(mean)
@@ -204,11 +281,64 @@ class Norm:
         return total, mean, variance
 
     def total(self, values: int, numbers: Tensor) -> Tensor:
-        """The sums over all ranks, of shape (2, C), in fp64."""
+        """See `Norm`."""
         result = torch.zeros(numbers.shape, dtype=WIDEST, device="cpu")
-        for _, sums in self.all.exchange(self, BACKWARD, values, numbers):
+        for _, sums in self._exchange(BACKWARD, values, numbers):
             result += sums
         return result
+
+    def _exchange(self, direction: int, values: int, numbers: Tensor) -> list[ChannelNumbers]:
+        """Every rank's part, in rank order."""
+        header = torch.tensor([values], dtype=torch.int64, device="cpu")
+        mine = torch.cat([header.view(torch.uint8), numbers.contiguous().view(-1).view(torch.uint8)])
+        return [self._decoded(theirs, rank) for rank, theirs in self.all.gather(self, direction, mine)]
+
+    def _decoded(self, sent: Tensor, rank: int) -> ChannelNumbers:
+        """What a rank sent."""
+        (values,) = sent[: WORD_BYTES * HEADER].view(torch.int64).tolist()
+        body = sent[WORD_BYTES * HEADER :].clone()  # aligned
+        for dtype in (torch.float32, WIDEST):
+            if body.numel() == 2 * self.channels * dtype.itemsize:
+                return ChannelNumbers(values, body.view(dtype).view(2, self.channels).to(WIDEST))
+        raise ProtocolError(f"SyncBatchNorm {self.layer}: rank {rank} sent {body.numel()} bytes", rank=rank)
+
+
+class SummedNorm(Norm):
+    """One layer of an elastic job, whose numbers are summed in the store, over the members of one epoch.
+
+    A round of a slice is over the members of one epoch, and many channels take several slices. So each channel says of
+    how many values it is. Where channels differ a member was lost between two slices; all ranks see it, and sum anew,
+    once for each loss at most. (A lost member that had no values makes no difference, and none shows.)
+    """
+
+    @staticmethod
+    def travels_as(channels: int) -> tuple[Any, ...]:
+        """See `Norm`: of each channel two numbers, and then how many values, so that every slice has that once."""
+        return "f64", ROW * channels
+
+    def combined(self, values: int, numbers: Tensor) -> tuple[int, Tensor, Tensor]:
+        """See `Norm`. The variance is that of sums of squares: it has digits of fp64 to lose, and of fp32 none."""
+        mean, variance = numbers.to(WIDEST)
+        total, (sums, squares) = self._summed(
+            FORWARD, values, torch.stack([mean * values, (variance + mean * mean) * values])
+        )
+        mean, square = sums / max(total, 1), squares / max(total, 1)
+        return total, mean, (square - mean * mean).clamp_(min=0.0)
+
+    def total(self, values: int, numbers: Tensor) -> Tensor:
+        """See `Norm`."""
+        return self._summed(BACKWARD, values, numbers)[1]
+
+    def _summed(self, direction: int, values: int, numbers: Tensor) -> tuple[int, Tensor]:
+        """How many values the members of one epoch have of each channel, and the sums of their numbers."""
+        count = torch.full((1, self.channels), values, dtype=WIDEST, device="cpu")
+        mine = torch.cat([numbers.to(WIDEST), count]).t().contiguous()
+        while True:
+            sums = mine.clone()
+            self.all.sum(self, direction, sums)
+            *numbers_there, counts = sums.t()
+            if bool((counts == counts[0]).all()):
+                return int(counts[0]), torch.stack(numbers_there)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.SyncBatchNorm]]:
@@ -292,6 +422,7 @@ def _forward_in_training(norm: Norm, module: nn.SyncBatchNorm, x: Tensor) -> Ten
             f"SyncBatchNorm {norm.layer}: expected floating point of shape (N, {norm.channels}, ...), got "
             f"{str(x.dtype).removeprefix('torch.')} of shape {list(x.shape)}"
         )
+    norm.all.check_that_it_takes_part(norm.layer)
     factor = module.momentum
     running: tuple[Tensor, Tensor] | None = None
     if module.track_running_stats:
