@@ -32,7 +32,7 @@ def ends_in(seconds):
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=end, daemon=True).start()
 
-seed, comes, read_ahead = map(int, sys.argv[1:])
+seed, comes, read_ahead, norms = map(int, sys.argv[1:])
 
 def has_changed(members):
     # It goes on until somebody has come, or is lost, and for some steps more.
@@ -41,10 +41,13 @@ def has_changed(members):
 draw = random.Random(seed)
 dies_at, after_s = draw.randrange(3, 12), draw.random() * 0.006
 torch.manual_seed(0)
-ps.init(peer_timeout_s=5.0, line_rate_mbit=1000.0, slice_bytes=16384)
+ps.init(peer_timeout_s=5.0, line_rate_mbit=1000.0, slice_bytes=2048 if norms else 16384)
 x = torch.randn(96, 40)
 dataset = TensorDataset(x, x[:, :10].sum(1, keepdim=True))
 model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Dropout(0.1), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+if norms:  # each of whose sums takes several slices
+    model[1] = nn.Sequential(nn.SyncBatchNorm(300), nn.ReLU())
+    model[4] = nn.Sequential(nn.SyncBatchNorm(300), nn.ReLU())
 model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
 progress = Progress()
 sampler = ps.ElasticSampler(dataset, 4)
@@ -79,7 +82,7 @@ while progress.steps < last:
         if progress.steps >= last:
             break
 ps.synchronize()
-values = torch.cat([param.detach().flatten() for param in model.parameters()])
+values = torch.cat([value.detach().float().flatten() for value in model.state_dict().values()])
 digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
 print(f"{first == 0} {progress.steps} {ps.rank()} of {ps.world_size()} {digest}", flush=True)
 ps.shutdown()
@@ -102,10 +105,10 @@ def said(out):
     return found
 
 
-def original(directory, seed, *options, comes, read_ahead=0):
+def original(directory, seed, *options, comes, read_ahead=0, norms=False):
     """A run that keeps its log, in which rank 1 is killed; what its workers have printed."""
     (directory / "train.py").write_text(PROGRAM, encoding="utf-8")
-    arguments = ("run", *options, "train.py", str(seed), str(int(comes)), str(read_ahead))
+    arguments = ("run", *options, "train.py", str(seed), str(int(comes)), str(read_ahead), str(int(norms)))
     more = {"PENSTOCK_MEMBERSHIP_LOG": "run.jsonl", "DIES": "1"}
     status, out, err = penstock(directory, *arguments, **more)
     assert status == 0, f"seed {seed}: {err}"
@@ -151,6 +154,17 @@ def test_what_is_read_ahead_is_repeated_too(seed, tmp_path):
     first = original(tmp_path, seed, "--min", "2", "--max", "4", comes=True, read_ahead=1)
     status, again, _, err = replayed(tmp_path)
     assert (status, again) == (0, first), f"seed {seed}: {err}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seed", "comes"), [(20, False), (21, False), (22, False), (23, True)])
+def test_statistics_of_all_ranks_are_repeated_too(seed, comes, tmp_path):
+    """It is killed between, or in, the sums of `nn.SyncBatchNorm`; running statistics have the same bits, too."""
+    most = ["--max", "4"] if comes else []
+    first = original(tmp_path, seed, "--workers", "4", "--min", "2", *most, comes=comes, norms=True)
+    status, again, verdict, err = replayed(tmp_path)
+    assert (status, again) == (0, first), f"seed {seed}: {err}"
+    assert "the same bits" in verdict
 
 
 def say_less(run):
