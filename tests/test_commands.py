@@ -78,6 +78,7 @@ BY_HAND = {"--world-size 4": "--world-size 2", "--world-size 8": "--world-size 2
 LINKS = "--largest 65536"
 SUMS = "--sizes 4KB --seconds 0.1"
 FEW_SMALL_STEPS = '--hosts 2 --models "400 tensors of 1 K" --repetitions 1 --blocks 1 --steps 2'
+ONE_PROGRAM = "--programs accumulation --repetitions 1"
 FEW_SUMS = "--hosts 2 --megabytes 0.1 --rounds 2 --sets 1"
 FEW_TENSORS = f"{FEW_SUMS} --vectors 2"
 MODEL = {"MODEL": "lab:vgg19"}
@@ -394,6 +395,11 @@ TABLE = {
     ),
     "python -m benchmarks.priority [--json-lines docs/benchmarks/priority.jsonl]": Run(
         "--trials 1 --megabytes 20", clusters=True, long=True, status=JUDGED
+    ),
+    "python -m benchmarks.ddp_programs": NAMED,
+    "python -m benchmarks.ddp_programs --mbit 1000": Run(ONE_PROGRAM, clusters=True, long=True, status=JUDGED),
+    "python -m benchmarks.ddp_programs [--json-lines docs/benchmarks/ddp_programs.jsonl]": Run(
+        ONE_PROGRAM, clusters=True, long=True, status=JUDGED
     ),
     "python -m benchmarks.sites [--json-lines docs/benchmarks/sites.jsonl]": Run(
         "--repetitions 1 --steps 1 --sync-every 2", clusters=True, long=True, status=(0, 1)

@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
 block_size, batch_size, n_embd, n_head, n_layer = 16, 4, 16, 2, 2
 gradient_accumulation_steps, max_iters, learning_rate, grad_clip, warmup = 3, 6, 1e-2, 1.0, 2
+for override in sys.argv[2:]:  # --n_embd=64
+    name, _, value = override.removeprefix("--").partition("=")
+    globals()[name] = int(value)
 
 
 class Attention(nn.Module):

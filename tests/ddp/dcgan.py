@@ -9,25 +9,26 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 nz = 6
+out, (steps, width) = Path(sys.argv[1]), map(int, sys.argv[2:] or (6, 8))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(999 + rank)
 
 netG = DistributedDataParallel(
     nn.Sequential(
-        nn.ConvTranspose2d(nz, 8, 4, 1, 0, bias=False),
-        nn.BatchNorm2d(8),
+        nn.ConvTranspose2d(nz, width, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(width),
         nn.ReLU(True),
-        nn.ConvTranspose2d(8, 1, 4, 2, 1, bias=False),
+        nn.ConvTranspose2d(width, 1, 4, 2, 1, bias=False),
         nn.Tanh(),
     )
 )
 netD = DistributedDataParallel(
     nn.Sequential(
-        nn.Conv2d(1, 8, 4, 2, 1, bias=False),
-        nn.BatchNorm2d(8),
+        nn.Conv2d(1, width, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(width),
         nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(8, 1, 4, 1, 0, bias=False),
+        nn.Conv2d(width, 1, 4, 1, 0, bias=False),
         nn.Flatten(0),
     )
 )
@@ -36,7 +37,7 @@ optimizerD = optim.Adam(netD.parameters(), lr=2e-3, betas=(0.5, 0.999))
 optimizerG = optim.Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))
 fixed_noise = torch.randn(2, nz, 1, 1)
 
-for i in range(6):
+for i in range(steps):
     # (1) Update D: maximize log(D(x)) + log(1 - D(G(z)))
     netD.zero_grad()
     real = torch.rand(4, 1, 8, 8) * 2 - 1
@@ -58,5 +59,5 @@ netG.eval()
 with torch.no_grad():
     print(f"sample {netG(fixed_noise).mean().item():.5f}")
 state = {**{f"G.{k}": v for k, v in netG.state_dict().items()}, **{f"D.{k}": v for k, v in netD.state_dict().items()}}
-torch.save(state, Path(sys.argv[1], f"{rank}.pt"))
+torch.save(state, out / f"{rank}.pt")
 dist.destroy_process_group()

@@ -7,16 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+out, (steps, width) = Path(sys.argv[1]), map(int, sys.argv[2:] or (10, 32))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(3)
-net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
+net = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
 model = nn.parallel.DistributedDataParallel(net, static_graph=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
 torch.manual_seed(50 + rank)
-for step in range(10):
+for step in range(steps):
     inputs, target = torch.randn(6, 12), torch.randint(0, 3, (6,))
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -30,5 +31,5 @@ for step in range(10):
     scaler.update()
     scheduler.step()
     print(f"step {step}: loss {loss.item():.4f}, scale {scaler.get_scale():g}")
-torch.save(model.state_dict(), Path(sys.argv[1], f"{rank}.pt"))
+torch.save(model.state_dict(), out / f"{rank}.pt")
 dist.destroy_process_group()

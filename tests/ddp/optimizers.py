@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+out, (steps, width) = Path(sys.argv[1]), map(int, sys.argv[2:] or (5, 7))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 state = {}
@@ -16,12 +17,14 @@ state = {}
 
 def make(seed):
     torch.manual_seed(seed)
-    return DistributedDataParallel(nn.Sequential(nn.Linear(5, 7), nn.Sigmoid(), nn.Linear(7, 1)))
+    return DistributedDataParallel(
+        nn.Sequential(nn.Linear(5, width), nn.Sigmoid(), nn.Linear(width, width), nn.Linear(width, 1))
+    )
 
 
 def train(name, optimizer, *models, closure=False):
     generator = torch.Generator().manual_seed(rank)
-    for step in range(5):
+    for step in range(steps):
         x = torch.randn(6, 5, generator=generator)
 
         def loss_of(x=x):
@@ -44,5 +47,5 @@ two = make(2)
 train("zero", ZeroRedundancyOptimizer(two.parameters(), torch.optim.Adam, lr=1e-2), two)
 three, four = make(3), make(4)
 train("both", torch.optim.Adam([*three.parameters(), *four.parameters()], lr=1e-2), three, four)
-torch.save(state, Path(sys.argv[1], f"{rank}.pt"))
+torch.save(state, out / f"{rank}.pt")
 dist.destroy_process_group()

@@ -28,11 +28,11 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, classes=5):
+    def __init__(self, width, classes=5):
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
-        self.layers = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2))
-        self.fc = nn.Linear(16, classes)
+        self.stem = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.layers = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2))
+        self.fc = nn.Linear(2 * width, classes)
 
     def forward(self, x):
         return self.fc(self.layers(self.stem(x)).mean((2, 3)))
@@ -71,17 +71,19 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--images", type=int, default=48)
+    parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--lr", type=float, default=0.05)
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)
-    model = torch.nn.parallel.DistributedDataParallel(ResNet())
+    model = torch.nn.parallel.DistributedDataParallel(ResNet(args.width))
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
-    dataset = images(48, seed=0)
+    dataset = images(args.images, seed=0)
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=6, sampler=sampler)
     held_out = images(16, seed=1)

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-out = Path(sys.argv[1])
+out, (steps, width) = Path(sys.argv[1]), map(int, sys.argv[2:] or (3, 6))
 CHECKPOINT = out / "resume.tar"
 
 
 def build():
-    model = nn.Sequential(nn.Conv1d(2, 6, 3, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+    model = nn.Sequential(
+        nn.Conv1d(2, width, 3, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Flatten(), nn.Linear(6 * width, 2)
+    )
     ddp = DistributedDataParallel(model, broadcast_buffers=True)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=5e-3, amsgrad=True)
     return ddp, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -22,7 +24,7 @@ def build():
 def train(ddp, optimizer, scheduler, first, last):
     for epoch in range(first, last):
         generator = torch.Generator().manual_seed(100 * epoch + dist.get_rank())
-        for _ in range(3):
+        for _ in range(steps):
             x = torch.randn(5, 2, 8, generator=generator)
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(ddp(x), (x.sum((1, 2)) > 0).long())

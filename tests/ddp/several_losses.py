@@ -9,13 +9,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+out, (steps, width) = Path(sys.argv[1]), map(int, sys.argv[2:] or (8, 16))
+
 
 class MultiTask(nn.Module):
     def __init__(self):
         super().__init__()
         self.frozen = nn.Linear(8, 8)
-        self.trunk = nn.Sequential(nn.Linear(8, 16), nn.GELU())
-        self.heads = nn.ModuleDict({"a": nn.Linear(16, 3), "b": nn.Linear(16, 1), "unused": nn.Linear(16, 1)})
+        self.trunk = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
+        self.heads = nn.ModuleDict({"a": nn.Linear(width, 3), "b": nn.Linear(width, 1), "unused": nn.Linear(width, 1)})
         self.frozen.requires_grad_(False)
 
     def forward(self, x, tasks):
@@ -29,7 +31,7 @@ torch.manual_seed(5 + rank)
 model = DistributedDataParallel(MultiTask(), find_unused_parameters=True)
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.5)
-for step in range(8):
+for step in range(steps):
     x = torch.randn(4, 8)
     tasks = ("a", "b") if step % 4 == 3 else ("a",) if (step + rank) % 2 else ("b",)
     outputs = model(x, tasks)
@@ -48,5 +50,5 @@ with torch.no_grad():
     print(f"ema {ema(torch.ones(1, 8), ('a',))['a'].sum().item():.5f}")
 state = model.state_dict()
 state.update({f"ema.{name}": value for name, value in ema.state_dict().items()})
-torch.save(state, Path(sys.argv[1], f"{rank}.pt"))
+torch.save(state, out / f"{rank}.pt")
 dist.destroy_process_group()

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+out, (steps, words_known, width) = Path(sys.argv[1]), map(int, sys.argv[2:] or (6, 40, 6))
+
 
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(40, 6, sparse=True)
-        self.out = nn.Linear(6, 2)
+        self.embedding = nn.Embedding(words_known, width, sparse=True)
+        self.out = nn.Linear(width, 2)
 
     def forward(self, words):
         return self.out(self.embedding(words).mean(1))
@@ -26,8 +28,8 @@ model = DDP(Words())
 sparse = torch.optim.SparseAdam(model.module.embedding.parameters(), lr=1e-2)
 dense = torch.optim.Adagrad(model.module.out.parameters(), lr=1e-1)
 generator = torch.Generator().manual_seed(rank)
-for step in range(6):
-    words = torch.randint(0, 40, (5, 4), generator=generator)
+for step in range(steps):
+    words = torch.randint(0, words_known, (5, 4), generator=generator)
     for optimizer in (sparse, dense):
         optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(words), words.sum(1) % 2)
@@ -35,5 +37,5 @@ for step in range(6):
     for optimizer in (sparse, dense):
         optimizer.step()
     print(f"step {step}: loss {loss.item():.5f}")
-torch.save(model.state_dict(), Path(sys.argv[1], f"{rank}.pt"))
+torch.save(model.state_dict(), out / f"{rank}.pt")
 dist.destroy_process_group()

@@ -12,10 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+out, (steps, width) = Path(sys.argv[1]), map(int, sys.argv[2:] or (3, 12))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(11)
-ddp = DDP(nn.Sequential(nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2)))
+ddp = DDP(
+    nn.Sequential(
+        nn.Linear(6, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 2)
+    )
+)
 optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
 
 
@@ -36,9 +41,9 @@ with contextlib.suppress(RuntimeError):
     raise AssertionError("all ranks had the same number of batches")
 for epoch, by_all in enumerate((True, False, True), start=1):
     # The last rank has most in the first of these epochs, rank 0 in the last.
-    batches = 3 + (2 * rank if epoch < 3 else 2 * (dist.get_world_size() - 1 - rank))
+    batches = steps + (2 * rank if epoch < 3 else 2 * (dist.get_world_size() - 1 - rank))
     with ddp.join(divide_by_initial_world_size=by_all):
         loss = train(epoch, batches)
     print(f"epoch {epoch}: {batches} batches, loss {loss:.5f}")
-torch.save(ddp.state_dict(), Path(sys.argv[1], f"{rank}.pt"))
+torch.save(ddp.state_dict(), out / f"{rank}.pt")
 dist.destroy_process_group()
