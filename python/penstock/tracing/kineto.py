@@ -21,6 +21,8 @@ __all__ = ["KinetoTrace", "events_beside", "find", "rank_of", "read"]
 NAMES = ("*.json", "*.json.gz")
 ORDER = 1
 """Behind the group of the rank's program, of which each rank has four numbers."""
+ID_BITS = 28
+"""Of the events' ids of one file; above them is the number of its first process. Together a double holds them."""
 
 
 @dataclass
@@ -115,6 +117,7 @@ def events_beside(
         place: Of the rank among all that have a trace.
     """
     numbers: dict[Any, int] = {}
+    ids: dict[str, int] = {}
     of_day = sorted((day_ns, own_ns) for own_ns, day_ns in trace.clocks)
     days = [day_ns for day_ns, _ in of_day]
     for event in kineto.events:
@@ -129,7 +132,9 @@ def events_beside(
             day_ns = kineto.base_ns + round(event["ts"] * 1000)
             moved["ts"] = (clock(_own(day_ns, of_day, days)) - zero_ns) / 1000
         if "id" in event:
-            moved["id"] = f"{trace.name} {event['id']}"  # of other ranks' events there may be the same
+            # Of other ranks' events there may be the same. Perfetto drops arrows whose id is no number.
+            first_of_file = next(iter(numbers.values()))
+            moved["id"] = (first_of_file << ID_BITS) + ids.setdefault(str(event["id"]), len(ids))
         if event["ph"] == "M" and event.get("name") == "process_name":
             moved["args"] = {"name": f"{trace.name}, PyTorch: {event.get('args', {}).get('name', '')}"}
         elif event["ph"] == "M" and event.get("name") == "process_sort_index":

@@ -29,6 +29,7 @@ def events_of(groups: Iterable[RowGroup], zero_ns: int) -> Iterator[dict[str, An
         groups: Each becomes a process, numbered from 1.
         zero_ns: What is 0 in the trace.
     """
+    arrows: dict[str, int] = {}
     for pid, group in enumerate(groups, 1):
         yield _named("process_name", pid, 0, name=group.name)
         yield _named("process_sort_index", pid, 0, sort_index=group.order)
@@ -36,14 +37,15 @@ def events_of(groups: Iterable[RowGroup], zero_ns: int) -> Iterator[dict[str, An
             yield _named("thread_name", pid, tid, name=row.name)
             yield _named("thread_sort_index", pid, tid, sort_index=tid)
             for bar in all_bars(row.bars):
-                yield from _of_bar(bar, pid, tid, zero_ns)
+                yield from _of_bar(bar, pid, tid, zero_ns, arrows)
         for name, values in group.counters.items():
             for at, count in values:
                 at_us = _us(at - zero_ns)
                 yield {"ph": "C", "pid": pid, "tid": 0, "ts": at_us, "name": name, "args": {"count": count}}
 
 
-def _of_bar(bar: Bar, pid: int, tid: int, zero_ns: int) -> Iterator[dict[str, Any]]:
+def _of_bar(bar: Bar, pid: int, tid: int, zero_ns: int, arrows: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Its events. Arrows of one name get one number, of all in `arrows`: Perfetto drops those that are not numbers."""
     at = {"pid": pid, "tid": tid, "ts": _us(bar.begin_ns - zero_ns)}
     # What takes no time at all would have no arrow.
     took_us = _us(max(1, bar.end_ns - bar.begin_ns) if bar.leads_to or bar.follows else bar.end_ns - bar.begin_ns)
@@ -51,10 +53,11 @@ def _of_bar(bar: Bar, pid: int, tid: int, zero_ns: int) -> Iterator[dict[str, An
     if bar.facts:
         event["args"] = bar.facts
     yield event
-    for name in bar.follows:
-        yield {"ph": "f", "bp": "e", **at, "name": name.split(" ")[0], "cat": "arrow", "id": name}
-    for name in bar.leads_to:
-        yield {"ph": "s", **at, "name": name.split(" ")[0], "cat": "arrow", "id": name}
+    ends = {"f": bar.follows, "s": bar.leads_to}
+    for phase, name in ((phase, name) for phase, names in ends.items() for name in names):
+        number = arrows.setdefault(name, len(arrows) + 1)
+        belongs = {"bp": "e"} if phase == "f" else {}
+        yield {"ph": phase, **belongs, **at, "name": name.split(" ")[0], "cat": "arrow", "id": number}
 
 
 def _named(what: str, pid: int, tid: int, **said: Any) -> dict[str, Any]:
