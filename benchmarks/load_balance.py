@@ -120,7 +120,7 @@ def draw(lines: Path, picture: Path) -> None:
         axis.bar(hosts, sent, bottom=received, color="#0072B2", label="sent")
         mean = (sum(sent) + sum(received)) / record["hosts"]
         axis.axhline(mean, color="#D55E00", linewidth=1, linestyle="--", label="mean")
-        axis.set_title(f"{title}: busiest / mean {record['busiest_to_mean']:.2f}", fontsize=10)
+        axis.set_title(f"{title}\nbusiest / mean {record['busiest_to_mean']:.2f}", fontsize=10)
         axis.set_xlabel("host")
         axis.set_xticks(list(hosts))
         axis.grid(axis="y", alpha=0.3)
