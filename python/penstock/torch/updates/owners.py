@@ -77,7 +77,10 @@ def check_kept(
         if param.dtype not in (torch.float32, torch.float64):
             raise refused(f"updates float32 and float64, and {name} is {param.dtype}", layer)
         if schemes[layer] == ADAM and why_whole is not None:
-            raise refused(f"needs whole gradients at the owners: {why_whole}; {layer} is given {ADAM}", layer)
+            raise refused(
+                f"needs whole gradients at the owners, by {', '.join(fits)}: {why_whole}; {layer} is given {ADAM}",
+                layer,
+            )
         if schemes[layer] not in (None, ADAM, *fits):
             raise refused(
                 f"needs whole gradients at the owners, by {', '.join(fits)}, or factors, by {ADAM}; {layer} is given "
