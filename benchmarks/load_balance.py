@@ -36,6 +36,10 @@ UNEVEN_MAX = 0.05
 KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "store": ("wait-free store", {"mode": "wait-free"}),
     "adam": ("Project Adam", {"mode": "wait-free", "schemes": {"fc*": "adam"}}),
+    "adam-update": (
+        "Project Adam, owners update",
+        {"mode": "wait-free", "schemes": {"fc*": "adam"}, "update": "servers"},
+    ),
     "hybrid": ("hybrid", {"schemes": "auto"}),
 }
 
@@ -104,11 +108,10 @@ def draw(lines: Path, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     last = recorded(lines, "kind")
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(KINDS), sharey=True)
-    for axis, (kind, (title, _)) in zip(axes, KINDS.items(), strict=True):
-        if kind not in last:
-            continue
+    figure = Figure(figsize=(3 * len(KINDS), 3.6), layout="constrained")
+    titles = {kind: title for kind, (title, _) in KINDS.items() if kind in last}
+    axes = figure.subplots(1, len(titles), sharey=True)
+    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
         record = last[kind]
         received = [count / 1e6 for count in record["received_bytes_per_step"]]
         sent = [count / 1e6 for count in record["sent_bytes_per_step"]]
@@ -117,7 +120,7 @@ def draw(lines: Path, picture: Path) -> None:
         axis.bar(hosts, sent, bottom=received, color="#0072B2", label="sent")
         mean = (sum(sent) + sum(received)) / record["hosts"]
         axis.axhline(mean, color="#D55E00", linewidth=1, linestyle="--", label="mean")
-        axis.set_title(f"{title}: busiest / mean {record['busiest_to_mean']:.2f}", fontsize=10)
+        axis.set_title(f"{title}\nbusiest / mean {record['busiest_to_mean']:.2f}", fontsize=10)
         axis.set_xlabel("host")
         axis.set_xticks(list(hosts))
         axis.grid(axis="y", alpha=0.3)

@@ -40,7 +40,7 @@ COLORS = (200, 32)
 NETWORK_SYSTEMS = (
     *(OURS, "penstock-store", "penstock-fifo", "penstock-slicing", "penstock-wait-free", "penstock-vanilla"),
     *("penstock-elastic", "penstock-encrypted"),
-    *("penstock-update", "penstock-whole-tensors", "penstock-adam", "penstock-bf16"),
+    *("penstock-update", "penstock-whole-tensors", "penstock-adam", "penstock-adam-update", "penstock-bf16"),
     *("ddp", "mxnet-p3", "mxnet-sync", "horovod", "ddp-bf16"),
 )
 NETWORK_PANELS_MAX = 6
@@ -68,6 +68,7 @@ STYLES = {
     "penstock-update": Style("#2B5C8A", "8", (0, (2, 1))),
     "penstock-whole-tensors": Style("#4F79A3", "1", (0, (1, 2))),
     "penstock-adam": Style("#6F8FA8", "2", (0, (3, 2))),
+    "penstock-adam-update": Style("#8FA3B5", "+", (0, (3, 1))),
     "penstock-bf16": Style("#7C93B8", "p", (0, (4, 1))),
     "ddp": Style("#D55E00", "s"),
     "ddp-bf16": Style("#F29A5C", "D", (0, (4, 1))),

@@ -96,8 +96,13 @@ SYSTEMS: dict[str, System] = {
             "Penstock, whole tensors updated at the servers",
             {"mode": "wait-free", "update": "servers"},
         ),
-        # Fully connected layers only, and workers update: the matrix that comes back is as large either way.
+        # Fully connected layers only. The workers update, and gradients come back; or their owners do, as in the paper.
         _penstock("penstock-adam", "Penstock, Project Adam's scheme", {"mode": "full", "schemes": {"*": "adam"}}),
+        _penstock(
+            "penstock-adam-update",
+            "Penstock, Project Adam as published",
+            {"mode": "full", "schemes": {"*": "adam"}, "update": "servers"},
+        ),
         System("ddp", "DDP (gloo)", True, "project", "lab.systems.ddp"),
         System("ddp-bf16", "DDP (gloo), bf16 hook", False, "project", "lab.systems.ddp", {"hook": "bf16"}),
         # One bucket for all: the hook sums three times for each bucket, each time when the sum before has ended, and

@@ -104,7 +104,10 @@ RECORD: list[tuple[str, str]]
 """The fields of a record, 32 bytes in all, and their types: ``numpy.dtype(RECORD)``; see `Engine.observations`."""
 
 _Tensor = (
-    tuple[str, int, str, int] | tuple[str, int, str, int, _Route] | tuple[str, int, str, int, Literal["store"], str]
+    tuple[str, int, str, int]
+    | tuple[str, int, str, int, _Route]
+    | tuple[str, int, str, int, Literal["store"], str]
+    | tuple[str, int, str, int, Literal["store"], str | None, int]
 )
 _Phase = Literal["backward", "forward", "other"]
 
@@ -533,6 +536,7 @@ class Engine:
         rank (`submit_gather`); its dtype is bytes.
 
         A sixth entry is the wire type: f32 in the store may travel as f16 or bf16, and is summed in f32 all the same.
+        A seventh is the rank that owns all slices of the tensor, which are in the store; without it they are dealt.
 
         Until `set_priorities`, a layer's place in the forward pass is its index.
 

@@ -31,10 +31,12 @@ class KeptBook:
         servers: Of the job, perhaps none.
         rank: This worker.
         number: The book's.
+        others: How many tensors it has behind those that owners keep, which travel by other routes.
     """
 
-    def __init__(self, engine: Engine, servers: Servers, rank: int, number: int) -> None:
+    def __init__(self, engine: Engine, servers: Servers, rank: int, number: int, others: int = 0) -> None:
         self._engine, self._servers, self._rank, self._number = engine, servers, rank, number
+        self._others = [0] * others  # as if of the first group: nobody updates them
 
     @property
     def number(self) -> int:
@@ -64,11 +66,11 @@ class KeptBook:
         Args:
             step: The step.
             optimizers: By parameter group.
-            groups: By tensor.
+            groups: By tensor that owners keep.
             factor: What gradients are multiplied by before.
             in_advance: They are not, but will be: each slice is updated as soon as its sum is complete.
         """
-        self._servers.say(Proceed(self._number, step, optimizers, groups, factor, in_advance))
+        self._servers.say(Proceed(self._number, step, optimizers, [*groups, *self._others], factor, in_advance))
 
     def order(self, optimizers: Sequence[Described], groups: Sequence[int], factor: float) -> None:
         """Let the owners update all tensors whenever a round is complete, until another order.

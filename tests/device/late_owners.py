@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import penstock as ps
 from penstock import distribute, join
-from penstock.errors import PenstockError, Timeout
+from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.torch.distributed import models_of
 
 OPTIMIZERS = {
@@ -186,6 +186,17 @@ def test_uneven_batches_have_the_bits_of_the_host(monkeypatch):
         return run(main, 2)
 
     has_the_bits_of_the_host(44, trained)
+
+
+def test_gradients_are_not_rebuilt_from_factors_there():
+    def main(rank, engine):
+        model = model_of("linear").to("late")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(ConfigError, match="those of a model on an accelerator are not rebuilt there"):
+            distribute(model, optimizer, update="servers", schemes={"*": "adam"})
+
+    with installed(46):
+        run(main, 2)
 
 
 # Without rounds

@@ -161,6 +161,7 @@ def test_the_table_of_systems_is_complete():
         "penstock-update",
         "penstock-whole-tensors",
         "penstock-adam",
+        "penstock-adam-update",
         "penstock-bf16",
         "penstock-vanilla",
         "penstock-wait-free",

@@ -93,6 +93,13 @@ def test_rows_go_once_to_each_other_group(tmp_path):
     assert received == [(2 + 1) * own, 3 * own] * 2
 
 
+@pytest.mark.parametrize("who", [[], pytest.param(["update"], marks=pytest.mark.long)], ids=["workers", "owner"])
+def test_factors_reach_an_owner_in_another_group(tmp_path, alone, who):
+    """Two layers by Project Adam's scheme; whether workers update, or the owner does."""
+    _, found = trained(tmp_path / "owner", UNEVEN, "double", "owner", *who)
+    torch.testing.assert_close(found, alone[1], rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["pairs", "sparse"])
 def test_the_rows_that_were_looked_up_go_once_to_each_other_group(tmp_path, kind):

@@ -165,6 +165,14 @@ def test_scenario(scenarios, scenario):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("groups", [None, [[0], [1, 2]]], ids=["alike", "groups"])
+def test_factors_go_to_the_one_owner_of_their_layer(tmp_path, groups):
+    name, jobs = "factors_go_to_the_one_owner_of_their_layer", [(3, 0, {} if groups is None else {"groups": groups})]
+    (ranks,) = told(tmp_path, jobs, cases=[], scenarios=[name], steps=SHORT_STEPS)
+    assert [outcomes[name] for outcomes in ranks] == ["ok"] * len(ranks)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenario_in_more_jobs(more_scenarios, scenario):
     for ranks in more_scenarios:

@@ -35,6 +35,7 @@ def main(directory, *options):
     schemes = {"2": "factors", "4": "ring"} if "schemes" in options else None
     schemes = {"0": "bf16"} if "rounded" in options else schemes
     schemes = dict.fromkeys("024", "factors") if "rows" in options else schemes
+    schemes = dict.fromkeys("02", "adam") if "owner" in options else schemes
     schemes = {"0": "pairs"} if looks_up else schemes
     update = "servers" if "update" in options else "workers"
     model, optimizer = ps.distribute(model, optimizer, schemes=schemes, update=update)

@@ -47,10 +47,10 @@ def close(one, other, most=1e-12):
     assert difference < most, difference
 
 
-def both(train, **options):
-    """The parameters by both ways of updating."""
-    by_workers, by_servers = (train(*started(update, **options)) for update in ("workers", "servers"))
-    close(by_servers, by_workers)
+def both(train, *, schemes=None, update="servers", **options):
+    """The parameters by both ways of updating; at the owners with these schemes."""
+    by_workers = train(*started("workers", **options))
+    close(train(*started(update, schemes=schemes, **options)), by_workers)
 
 
 def steps(model, optimizer, count=STEPS, seed=0):
@@ -374,35 +374,36 @@ def uneven_alone(counts, *, clip, buffers):
     return torch.cat([*(one.double().flatten() for one in model.state_dict().values()), *states])
 
 
+def uneven(update, counts, *, clip, buffers, schemes=None):
+    """What ranks with these numbers of batches come to."""
+    model = Normed() if buffers else network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = ps.distribute(model, optimizer, update=update, broadcast_buffers=buffers, schemes=schemes)
+    opened = []
+    for turn in range(2):  # and all begin anew
+        with ps.join():
+            for number, x in zip(range(counts[ps.rank()]), inputs(turn), strict=False):
+                optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)  # of those who train
+                model(x).square().mean().backward()
+                if clip:
+                    ps.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 1e-2
+        opened.append(job.current().engine.books)
+    assert opened[0] == opened[1]
+    model(next(inputs(3))).square().mean().backward()
+    optimizer.step()
+    found = torch.cat([one.double().flatten() for one in model.state_dict().values()])
+    every = torch.zeros(ps.world_size(), len(found), dtype=torch.float64)
+    ps.all_gather(found, list(every))
+    assert all(torch.equal(one, found) for one in every)
+    kept = optimizer.state_dict()["state"]
+    return torch.cat([found, *(kept[place]["exp_avg_sq"].flatten() for place in sorted(kept))])
+
+
 def ranks_have_different_numbers_of_batches():
     ranks = ps.world_size()
-
-    def uneven(update, counts, *, clip, buffers):
-        model = Normed() if buffers else network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = ps.distribute(model, optimizer, update=update, broadcast_buffers=buffers)
-        opened = []
-        for turn in range(2):  # and all begin anew
-            with ps.join():
-                for number, x in zip(range(counts[ps.rank()]), inputs(turn), strict=False):
-                    optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)  # of those who train
-                    model(x).square().mean().backward()
-                    if clip:
-                        ps.clip_grad_norm_(model.parameters(), 0.05)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            optimizer.param_groups[0]["lr"] = 1e-2
-            opened.append(job.current().engine.books)
-        assert opened[0] == opened[1]
-        model(next(inputs(3))).square().mean().backward()
-        optimizer.step()
-        found = torch.cat([one.double().flatten() for one in model.state_dict().values()])
-        every = torch.zeros(ranks, len(found), dtype=torch.float64)
-        ps.all_gather(found, list(every))
-        assert all(torch.equal(one, found) for one in every)
-        kept = optimizer.state_dict()["state"]
-        return torch.cat([found, *(kept[place]["exp_avg_sq"].flatten() for place in sorted(kept))])
-
     up, down = list(range(ranks)), list(range(ranks, 0, -1))  # rank 0 has none, or most
     for update, counts, clip, buffers in (
         ("servers", up, True, False),
@@ -485,9 +486,9 @@ def mistakes_are_refused_at_the_call():
     refused("LBFGS cannot update at the servers: only Adagrad, Adam", with_lbfgs)
     refused("takes one optimizer, and was given 0", lambda _: None)
     refused("takes one optimizer, and was given 2", lambda model: [adamw(model), adamw(model)])
-    refused("at the owners, by store, bf16, fp16; 0 is given factors", adamw, schemes={"0": "factors"})
-    refused("fp16; 2 is given 1bit", adamw, schemes={"2": "1bit"})
-    refused("fp16; 4 is given ring", adamw, schemes={"4": "ring"})
+    refused("the owners, by store, bf16, fp16, or factors, by adam; 0 is given f", adamw, schemes={"0": "factors"})
+    refused("adam; 2 is given 1bit", adamw, schemes={"2": "1bit"})
+    refused("adam; 4 is given ring", adamw, schemes={"4": "ring"})
     refused("and 0.weight and 2.weight share memory|and 2.weight and 0.weight share memory", adamw, overlapping)
     refused("updates float32 and float64, and 0.weight is torch.bfloat16", adamw, lambda model: model.bfloat16())
     with pytest.raises(ConfigError, match='expected one of "workers", "servers", "servers-in-backward"'):
@@ -538,15 +539,7 @@ def updates_in_backward_have_the_same_bits():
         kept = optimizer.state_dict()["state"]
         return torch.cat([values(model), *(kept[place]["exp_avg_sq"].flatten() for place in sorted(kept))])
 
-    def left_to_others(model, optimizer):
-        for number, (x, _) in enumerate(zip(inputs(), range(STEPS), strict=False)):
-            if number % 2 == 0 or ps.rank():
-                model(x).square().mean().backward()
-            optimizer.step()  # with the average of those that had a backward
-            optimizer.zero_grad()
-        return values(model)
-
-    for train in (followed, accumulated, partly_used, changed, left_to_others):
+    for train in (followed, accumulated, partly_used, changed, without_a_backward_now_and_then):
         found, expected = (train(*started(update)) for update in ("servers-in-backward", "servers"))
         assert torch.equal(found, expected), train.__name__
     model, optimizer = started("servers-in-backward", dtype=torch.float32, schemes={"*": "bf16"})
@@ -619,6 +612,52 @@ def what_updates_in_backward_cannot_take_back_is_refused():
         model(next(inputs())).square().mean().backward()
 
 
+def without_a_backward_now_and_then(model, optimizer):
+    for number, (x, _) in enumerate(zip(inputs(), range(STEPS), strict=False)):
+        if number % 2 == 0 or ps.rank():
+            model(x).square().mean().backward()
+        optimizer.step()  # with the average of those that had a backward
+        optimizer.zero_grad()
+    return values(model)
+
+
+def factors_go_to_the_one_owner_of_their_layer():
+    """Who rebuilds the gradient and updates, as in Project Adam: parameters come back. One layer is by the store."""
+    schemes = {"[02]": "adam"}
+    if job.current().options.servers:
+        with pytest.raises(ConfigError, match=r"servers apart do not rebuild them from factors; 0 is given adam"):
+            started("servers", schemes=schemes)
+        return
+    model, optimizer = started("servers", schemes=schemes)
+    steps(model, optimizer)
+    heads = [group[0] for group in job.current().servers.groups] or range(ps.world_size())
+    kept = [state for state in distributed_for(model).updates[0].kept_here() if state.slot.layer.name != "4"]
+    for number, layer in enumerate(("0", "2")):
+        mine = heads[number % len(heads)] == ps.rank()
+        for state in (state for state in kept if state.slot.layer.name == layer):
+            assert sum(end - begin for begin, end in state.ranges) == (state.slot.elems if mine else 0)
+    steps_alone = (accumulated, partly_used, changed, without_a_backward_now_and_then)
+    for train in (clipped, scaled, some_left_out, changed_through_data, *steps_alone):
+        both(train, schemes=schemes)
+    for train in steps_alone:
+        both(train, schemes=schemes, update="servers-in-backward")
+    counts = list(range(ps.world_size()))  # rank 0 has no batch
+    for update, clip in (("servers", True), ("servers-in-backward", False)):
+        found = uneven(update, counts, clip=clip, buffers=False, schemes=schemes)
+        close(found, uneven_alone(counts, clip=clip, buffers=False), most=1e-10)
+    way = [started("workers"), started("servers", schemes=schemes), started("servers")]
+    expected = started("workers")
+    for seed, (model, optimizer) in enumerate(way):
+        if seed:
+            model.load_state_dict(way[seed - 1][0].state_dict())
+            optimizer.load_state_dict(way[seed - 1][1].state_dict())
+        steps(model, optimizer, seed=seed)
+        steps(*expected, seed=seed)
+    close(values(way[-1][0]), values(expected[0]))
+    with pytest.raises(ConfigError, match=r'mode="async" needs .*: each rank.s gradient is an update of its own'):
+        started("workers", mode="async", schemes=schemes)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -637,6 +676,7 @@ SCENARIOS = {
         gradients_that_are_not_finite_are_applied,
         groups_and_rates_may_change,
         a_parameter_may_move_to_another_group,
+        factors_go_to_the_one_owner_of_their_layer,
         ranks_have_different_numbers_of_batches,
         a_last_step_may_be_left_out_where_ranks_have_different_numbers_of_batches,
         what_needs_all_ranks_is_refused_where_some_have_no_batch_left,

@@ -25,6 +25,8 @@ pub struct Tensor {
     pub elems: u64,
     /// How its slices are synchronised.
     pub route: Route,
+    /// The rank that owns all of its slices, of the store; none: they are dealt.
+    pub owner: Option<Rank>,
     /// The slices of this tensor are `first_slice..first_slice + slice_count`. Filled in by [`Book::new`].
     pub first_slice: SliceId,
     /// See `first_slice`; 0 for an empty tensor.
@@ -36,7 +38,8 @@ impl Tensor {
     #[must_use]
     pub fn new(name: impl Into<String>, layer: LayerId, dtype: Dtype, elems: u64) -> Self {
         let route = Route::STORE;
-        Self { name: name.into(), layer, dtype, wire: dtype, elems, route, first_slice: 0, slice_count: 0 }
+        let (owner, wire) = (None, dtype);
+        Self { name: name.into(), layer, dtype, wire, elems, route, owner, first_slice: 0, slice_count: 0 }
     }
 
     /// The same tensor by another route.
@@ -49,6 +52,12 @@ impl Tensor {
     #[must_use]
     pub fn with_wire(self, wire: Dtype) -> Self {
         Self { wire, ..self }
+    }
+
+    /// The same tensor, all of whose slices are this rank's.
+    #[must_use]
+    pub fn owned_by(self, owner: Rank) -> Self {
+        Self { owner: Some(owner), ..self }
     }
 
     /// Length in bytes.
@@ -138,7 +147,7 @@ impl Book {
     }
 
     /// Cuts `tensors` into slices of about the size given and gives each to the owner that has least so far, so that the
-    /// shards differ by at most one slice and each layer is spread over all owners.
+    /// shards differ by at most one slice and each layer is spread over all owners; but a tensor's to its owner, if it has one.
     ///
     /// # Errors
     /// [`Error::Config`] if a bound of [`limits`] is exceeded, a tensor names a layer that does not exist, or roles are not what
@@ -221,7 +230,7 @@ impl Book {
     fn push_slice(
         &mut self,
         tensor: TensorId,
-        Tensor { dtype, wire, route, .. }: &Tensor,
+        Tensor { dtype, wire, route, owner, .. }: &Tensor,
         offset_bytes: u64,
         elems: u32,
         lanes: u32,
@@ -229,7 +238,7 @@ impl Book {
         let [len_bytes, wire_bytes] = [dtype, wire].map(|of| elems * of.size_bytes() as u32);
         let (owner, at_owner) = if *route == Route::STORE {
             let least = self.roles.owners.iter().min_by_key(|rank| self.owned_bytes[rank.index()]);
-            let owner = least.unwrap_or(Rank(0));
+            let owner = owner.or(least).unwrap_or(Rank(0));
             self.owned_bytes[owner.index()] += u64::from(wire_bytes);
             self.owned_slices[owner.index()] += 1;
             (owner, self.owned_slices[owner.index()] - 1)
@@ -381,6 +390,16 @@ fn check(
             "tensor {name:?} is synchronised by {route}; where members may be lost all is in the store"
         ));
     }
+    let nobody = |t: &&Tensor| {
+        let is_owner = |rank| !roles.rules.recoverable && roles.owners.contains(rank);
+        t.owner.is_some_and(|rank| t.route != Route::STORE || !is_owner(rank))
+    };
+    if let Some(Tensor { name, owner: Some(owner), .. }) = tensors.iter().find(nobody) {
+        return fail(format!(
+            "tensor {name:?} cannot be rank {owner}'s: it must be in the store, and that rank one of those that own slices, which \
+             nobody is for good where members may be lost"
+        ));
+    }
     let gathered = |t: &&Tensor| t.route == Route::Gather;
     let unfit = |t: &&Tensor| t.dtype != Dtype::Bytes || t.elems > limits::GATHER_BYTES_MAX;
     if let Some(tensor) = tensors.iter().filter(gathered).find(unfit) {
@@ -398,7 +417,7 @@ fn check(
             "tensor {name:?} is {dtype} synchronised by {route} and cannot travel as {wire}; f32 in the store can, as f16 or bf16"
         ));
     }
-    let updated = |t: &&Tensor| matches!(t.dtype, Dtype::F32 | Dtype::F64);
+    let updated = |t: &&Tensor| t.route != Route::STORE || matches!(t.dtype, Dtype::F32 | Dtype::F64);
     if let Some(Tensor { name, dtype, .. }) =
         tensors.iter().find(|t| !updated(t)).filter(|_| roles.rules.fold == Fold::Updated)
     {
@@ -626,6 +645,35 @@ mod tests {
                 &book.slices[book.slices_of(tensor).start as usize..book.slices_of(tensor).end as usize];
             let of = |rank| slices.iter().filter(|slice| slice.owner == Rank(rank)).count();
             assert_eq!((0..8).map(of).collect::<Vec<_>>(), [3; 8]);
+        }
+    }
+
+    #[test]
+    fn a_tensor_may_have_an_owner_of_its_own() {
+        let tensors = || {
+            let tensor = |name: &str| Tensor::new(name, 0, Dtype::F32, 64 << 10);
+            vec![tensor("w"), tensor("own").owned_by(Rank(1)), tensor("v")]
+        };
+        let deal = |tensors, roles: &Roles| {
+            Book::deal("model", vec!["fc".into()], tensors, roles, Slicing::fixed(16 << 10, 1))
+        };
+        let alike = Roles::alike(Members::all(2));
+        let book = deal(tensors(), &alike).unwrap();
+        let owners = |tensor| book.slices_of(tensor).map(|at| book.slices[at as usize].owner.0);
+        assert!(owners(1).all(|owner| owner == 1) && owners(1).count() == 16);
+        assert_eq!(owners(0).filter(|owner| *owner == 1).count(), 8);
+        assert_eq!(book.owned_bytes, [384 << 10; 2], "what is dealt makes up for it");
+        let slices_of_1 = book.slices.iter().filter(|slice| slice.owner == Rank(1));
+        assert!(slices_of_1.map(|slice| slice.at_owner).eq(0..book.owned_slices[1]));
+        let ring = |tensor: Tensor| tensor.with_route(Route::Sum(Algorithm::Ring));
+        let lost = Rules { recoverable: true, ..Rules::default() };
+        for (tensors, roles) in [
+            (tensors().into_iter().map(ring).collect(), alike.clone()),
+            (tensors(), Roles { owners: Members::all(1), ..alike.clone() }),
+            (tensors(), Roles { rules: lost, ..alike }),
+        ] {
+            let said = deal(tensors, &roles).unwrap_err().to_string();
+            assert!(said.contains("\"own\"") || said.contains("recover") || said.contains("lost"), "{said}");
         }
     }
 

@@ -15,7 +15,7 @@ mod waits;
 use crate::calls::Calls;
 use crate::error::Error;
 use crate::exchange::{Context, Effect, Exchange, Field, Flow, Site};
-use crate::layout::{Book, Tensor};
+use crate::layout::{Book, Slice, Tensor};
 use crate::limits;
 use crate::members::Members;
 use crate::memory::Memory;
@@ -277,11 +277,13 @@ impl<M: Memory, O: Observe> Node<M, O> {
         here.map(|(id, at)| (id, at.offset_bytes as usize, at.len_bytes as usize)).collect()
     }
 
-    /// The slices of a book that this lane owns, the most urgent first.
+    /// The slices of the store that this lane owns in a book, the most urgent first.
     pub fn owned(&self, book: BookId) -> Vec<SliceId> {
         let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
         let (tensors, slices) = (&state.book.tensors, state.book.slices.iter().zip(0..));
-        let here = slices.filter(|(at, _)| at.lane == self.config.lane && at.owner == self.config.rank);
+        let in_store = |at: &Slice| tensors[at.tensor as usize].route == Route::STORE;
+        let mine = |at: &Slice| at.lane == self.config.lane && at.owner == self.config.rank && in_store(at);
+        let here = slices.filter(|(at, _)| mine(at));
         let mut owned: Vec<_> = here
             .map(|(at, slice)| (state.places[tensors[at.tensor as usize].layer as usize], slice))
             .collect();

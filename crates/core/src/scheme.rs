@@ -80,8 +80,8 @@ impl Default for Terms<'_> {
 }
 
 impl<'a> Terms<'a> {
-    /// What is not chosen, if anything is: as given, or by what the layer is. Owners that update take whole gradients alone: who
-    /// wants both is to be refused.
+    /// What is not chosen, if anything is: as given, or by what the layer is. Owners that update take whole gradients alone, or
+    /// factors that are for them: who wants others is to be refused.
     #[must_use]
     pub fn given(&self) -> Option<Given<'a>> {
         let pairs = Given { way: Way::PAIRS, what: "its gradients are sparse" };

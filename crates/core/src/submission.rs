@@ -31,7 +31,7 @@ pub enum Gives {
     Gathered {
         /// How many; 0 for none.
         len_bytes: u32,
-        /// The only rank that gets them; to all others it is an empty contribution.
+        /// The only rank that gets them; to all others it is an empty contribution. Where workers sum in groups, all get them.
         only_to: Option<Rank>,
     },
 }

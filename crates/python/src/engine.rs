@@ -47,28 +47,32 @@ pub(crate) fn parse_op(name: &str) -> PyResult<Op> {
     }
 }
 
-/// One tensor of a book: name, layer, dtype, elements, and perhaps a route and a wire type.
+/// One tensor of a book: name, layer, dtype, elements, and perhaps a route, a wire type and an owner.
 #[derive(FromPyObject)]
 enum TensorEntry {
     InTheStore(String, u32, String, u64),
     WithRoute(String, u32, String, u64, String),
     WithWire(String, u32, String, u64, String, String),
+    WithOwner(String, u32, String, u64, String, Option<String>, u32),
 }
 
 fn parse_tensor(entry: TensorEntry) -> PyResult<Tensor> {
-    let (name, layer, dtype, elems, route_name, wire) = match entry {
-        TensorEntry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None, None),
+    let (name, layer, dtype, elems, route_name, wire, owner) = match entry {
+        TensorEntry::InTheStore(name, layer, dtype, elems) => (name, layer, dtype, elems, None, None, None),
         TensorEntry::WithRoute(name, layer, dtype, elems, route_name) => {
-            (name, layer, dtype, elems, Some(route_name), None)
+            (name, layer, dtype, elems, Some(route_name), None, None)
         }
         TensorEntry::WithWire(name, layer, dtype, elems, route_name, wire) => {
-            (name, layer, dtype, elems, Some(route_name), Some(wire))
+            (name, layer, dtype, elems, Some(route_name), Some(wire), None)
+        }
+        TensorEntry::WithOwner(name, layer, dtype, elems, route_name, wire, owner) => {
+            (name, layer, dtype, elems, Some(route_name), wire, Some(Rank(owner)))
         }
     };
     let route = route_name.map_or(Ok(Route::STORE), |route_name| named(&route_name))?;
     let dtype = named(&dtype)?;
     let wire = wire.map_or(Ok(dtype), |wire| named(&wire))?;
-    Ok(Tensor::new(name, layer, dtype, elems).with_route(route).with_wire(wire))
+    Ok(Tensor { owner, ..Tensor::new(name, layer, dtype, elems).with_route(route).with_wire(wire) })
 }
 
 /// Memory of the program, for one call.

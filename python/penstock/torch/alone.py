@@ -19,7 +19,7 @@ from penstock.torch.model.layers import describe
 from penstock.torch.model.layout import ROOT
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.survey import Schemes, as_asked, survey
-from penstock.torch.updates.owners import check_kept
+from penstock.torch.updates.owners import OwnerUpdates, check_kept
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -34,7 +34,7 @@ def distribute_alone(
     schemes: Schemes | str | None,
     engine: Engine,
     *,
-    at_owners: str | None,
+    at_owners: type[OwnerUpdates] | None,
     whole_steps: bool,
 ) -> None:
     """What `distribute` does in a job of one process.
@@ -45,7 +45,7 @@ def distribute_alone(
         optimizers: Its optimizers.
         schemes: As in `distribute`.
         engine: That of the job.
-        at_owners: The argument by which several ranks would let owners update.
+        at_owners: By which several ranks would let owners update, if they would.
         whole_steps: The option of that name.
 
     Raises:
@@ -66,7 +66,7 @@ def distribute_alone(
     asked = as_asked(names, modules, survey(given, modules), patterns, params)
     if at_owners is not None:
         schemes_of = dict(zip(names, [Terms(one).scheme for one in asked], strict=True))
-        check_kept(slots, optimizers, schemes_of, how=at_owners, whole_steps=whole_steps)
+        check_kept(slots, optimizers, schemes_of, kind=at_owners, whole_steps=whole_steps)
     residuals.refuse_momentum_of_nobody(patterns)
     enroll(model, engine)
     given.no_sync = nullcontext

@@ -109,18 +109,20 @@ def distribute(
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
             `nn.Embedding`, the rows that were looked up; ``adam``, for comparison, Project Adam's way for `nn.Linear`:
-            factors to one rank, and its average to all; ``central``, ``tree``, ``ring``, ``butterfly``: other ways to
-            add up the gradient. Layers that cannot, such as those whose weight is shared, use the store, and so does
+            factors to one rank, and from it the average to all, or, with ``update="servers"``, the parameters;
+            ``central``, ``tree``, ``ring``, ``butterfly``: other ways to add up the gradient. Layers that cannot, such
+            as those whose weight is shared, use the store, and so does
             whatever no pattern matches. Lossy, and never chosen by themselves: ``bf16`` and ``fp16``, for gradients in
             fp32, round them to two bytes on the wire, sum in fp32 and round the average once (docs/summation.md);
             ``1bit`` and ``dgc``, or `OneBit` and `DGC` objects (docs/lossy.md).
         update: Who updates the parameters. ``"workers"``: every worker all of them, with the averages. ``"servers"``:
             who sums a slice keeps its value and the optimizer's state and updates it (the workers themselves, a part
             each, or servers apart), and workers get parameters back. For SGD, Adam, AdamW, Adagrad and RMSprop of
-            torch, of parameters in fp32 and fp64, by the schemes ``store``, ``bf16`` and ``fp16``. ``.grad`` cannot be
-            read between backward and `step`, and is None after it; see docs/servers.md. ``"servers-in-backward"``: the
-            same, but owners update while backward runs, which hides the way back: the optimizer's options are those
-            when backward begins, every backward is followed by `step`, and nothing is clipped or scaled.
+            torch, of parameters in fp32 and fp64, by the schemes ``store``, ``bf16``, ``fp16`` and ``adam``. ``.grad``
+            cannot be read between backward and `step`, and is None after it; see docs/servers.md.
+            ``"servers-in-backward"``: the same, but owners update while backward runs, which hides the way back: the
+            optimizer's options are those when backward begins, every backward is followed by `step`, and nothing is
+            clipped or scaled.
         mode: ``"async"``: no rank waits for another, and *results are not those of synchronous training*; they depend
             on who is fast. Owners update as with ``update="servers-in-backward"``, but by each rank's gradient when it
             comes, and a rank waits for its own answers only; see docs/asynchronous.md. Where the job has groups each is
@@ -164,7 +166,7 @@ def distribute(
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     if broadcast_buffers is None:
         broadcast_buffers = running.options.broadcast_buffers and mode == "sync"
-    at_owners = AT_OWNERS[kind].how if kind in AT_OWNERS else None
+    at_owners = AT_OWNERS.get(kind)
     whole_steps = running.options.whole_steps
     if running.world_size == 1:
         device_of(inner)  # which refuses what several ranks could not train

@@ -163,10 +163,11 @@ class Distributed:
             self.slots,
             optimizers,
             schemes=schemes,
-            how=AT_OWNERS[update].how if update in AT_OWNERS else None,
+            at_owners=AT_OWNERS.get(update),
             whole_steps=self.whole_steps,
             device=device,
             elastic=membership is not None,
+            owners_need_whole=self._why_no_factors(device),
         )
         if asynchronous:
             check_norms(model)
@@ -281,9 +282,16 @@ class Distributed:
             device,
             options,
             all_at_once=update in AT_OWNERS and AT_OWNERS[update].waits_for_step,
+            updaters=self._clients if update in AT_OWNERS else (),
         )
         self.servers.check_that_all_own(gradients.id, name)
         return gradients
+
+    def _why_no_factors(self, device: torch.device | None) -> str | None:
+        """Why owners that update cannot rebuild gradients from factors, if they cannot."""
+        if self.servers.count:
+            return "servers apart do not rebuild them from factors"
+        return None if device is None else "those of a model on an accelerator are not rebuilt there"
 
     def _watch_lateness(self) -> LateWatch:
         """By the steps of this model from now on, and no more by those of one before it."""
@@ -299,6 +307,11 @@ class Distributed:
             self.ranks,
             membership=self.membership,
         )
+
+    @property
+    def _clients(self) -> list[int]:
+        """The workers that own slices where there are no servers: all of them, or of groups the heads."""
+        return [group[0] for group in self.servers.groups] or list(range(self.ranks))
 
     def _cluster(self, hosts: tuple[int, ...]) -> Cluster:
         """The job's workers, servers and groups; what slices there are says the engine."""

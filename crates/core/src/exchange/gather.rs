@@ -59,7 +59,7 @@ impl<C> Default for Gather<C> {
 }
 
 impl<C: Clone> Gather<C> {
-    /// `memory` holds `header.argument` bytes, for all others or for one.
+    /// `memory` holds `header.argument` bytes, for all others or for one; in groups for all in any case.
     pub(super) fn submit<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
@@ -82,7 +82,9 @@ impl<C: Clone> Gather<C> {
             Some(_) => Vec::new(),
         };
         for to in &receivers {
-            let total_bytes = if only_to.is_none_or(|one| one == *to) { total_bytes } else { 0 };
+            // A head passes on what it gets, to whom it is meant and to all others.
+            let whole = !groups.is_empty() || only_to.is_none_or(|one| one == *to);
+            let total_bytes = if whole { total_bytes } else { 0 };
             // Even if it is empty: that the memory is released says that the frame is written.
             for (payload_bytes, payload) in cut(memory, total_bytes, slice.len_bytes, context.memory) {
                 let header = Header { kind: Kind::Gather, payload_bytes, argument: total_bytes, ..*header };

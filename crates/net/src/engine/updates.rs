@@ -6,9 +6,10 @@ use crate::mailbox::{Command, Word};
 use crate::memory::{Chunk, Lender};
 use crate::shared::{OpenBook, State};
 use penstock_core::exchange::Field;
+use penstock_core::layout::Tensor;
 use penstock_core::optimizer::{Optimizer, Update};
 use penstock_core::roles::Fold;
-use penstock_core::{BookId, Rank, Step, TensorId};
+use penstock_core::{BookId, Rank, Route, Step, TensorId};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -115,8 +116,8 @@ impl Engine {
         if !open.book.roles.rules.needs(Rank(self.inner.config.rank)) {
             return Ok(());
         }
-        for (tensor, state) in open.book.tensors.iter().zip(&open.tensors).filter(|(t, _)| t.slice_count > 0)
-        {
+        let in_store = |t: &Tensor| t.route == Route::STORE && t.slice_count > 0;
+        for (tensor, state) in open.book.tensors.iter().zip(&open.tensors).filter(|(t, _)| in_store(t)) {
             let (book, name, last) = (&open.book.name, &tensor.name, state.step.load(Ordering::Acquire));
             // It may be through already: other owners were told before.
             if state.seq.load(Ordering::Acquire) == 0 || last != step {

@@ -5,9 +5,10 @@
 use super::Shared;
 use crate::memory::{Chunk, Lender};
 use parking_lot::Mutex;
+use penstock_core::layout::Slice;
 use penstock_core::recovery::SliceProgress;
 use penstock_core::roles::{Fold, MustBeIn};
-use penstock_core::{Book, BookId, Members, Rank, SliceId, Step, Submission, TensorId};
+use penstock_core::{Book, BookId, Members, Rank, Route, SliceId, Step, Submission, TensorId};
 use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -167,8 +168,9 @@ impl OpenBook {
 
     /// The tensor of the first slice owned by this rank whose sum is not complete.
     pub(crate) fn late_sum(&self, owner: Rank) -> Option<TensorId> {
-        let mut owned =
-            self.book.slices.iter().zip(&self.sum_waits).filter(|(slice, _)| slice.owner == owner);
+        let in_store = |slice: &Slice| self.book.tensors[slice.tensor as usize].route == Route::STORE;
+        let is_owned = |slice: &Slice| slice.owner == owner && in_store(slice);
+        let mut owned = self.book.slices.iter().zip(&self.sum_waits).filter(|(slice, _)| is_owned(slice));
         owned.find(|(_, waits)| !waits.load(Ordering::Acquire)).map(|(slice, _)| slice.tensor)
     }
 

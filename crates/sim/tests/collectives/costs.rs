@@ -5,8 +5,10 @@
 
 use super::*;
 use penstock_core::cost::{Clients, Hosts, Rates, Traffic, dense, sparse};
+use penstock_core::exchange::Field;
+use penstock_core::optimizer::{Optimizer, Rule, Update};
 use penstock_core::parts::part_start;
-use penstock_core::roles::{Groups, MustBeIn, Roles, Rules};
+use penstock_core::roles::{Fold, Groups, MustBeIn, Roles, Rules};
 
 /// Algorithms that cut a slice into a part for each rank.
 const CUTS: [Algorithm; 2] = [Algorithm::Ring, Algorithm::Butterfly];
@@ -21,30 +23,19 @@ impl Bench {
     /// A rank contributes to all tensors of the book; none of them is gathered.
     fn contribute(&mut self, book: &Book, rank: u32) {
         for (tensor, layout) in (0..).zip(&book.tensors) {
-            let memory = RealMemory::tensor(layout.len_bytes() as usize);
-            let event = Event::Submit(Submission {
-                book: 0,
-                tensor,
-                seq: 1,
-                step: 1,
-                memory,
-                gives: Gives::Whole(Op::Sum),
-            });
-            self.step(rank, event).unwrap();
+            self.give(rank, tensor, layout.len_bytes(), Gives::Whole(Op::Sum));
         }
     }
 
     /// A rank contributes so many bytes to a tensor that is gathered.
     fn gather(&mut self, rank: u32, tensor: u32, len_bytes: u64, only_to: Option<Rank>) {
-        let (memory, len_bytes) = (RealMemory::tensor(len_bytes as usize), len_bytes as u32);
-        let event = Event::Submit(Submission {
-            book: 0,
-            tensor,
-            seq: 1,
-            step: 1,
-            memory,
-            gives: Gives::Gathered { len_bytes, only_to },
-        });
+        self.give(rank, tensor, len_bytes, Gives::Gathered { len_bytes: len_bytes as u32, only_to });
+    }
+
+    /// A rank takes part in the round of a tensor, with so much memory.
+    fn give(&mut self, rank: u32, tensor: u32, len_bytes: u64, gives: Gives) {
+        let memory = RealMemory::tensor(len_bytes as usize);
+        let event = Event::Submit(Submission { book: 0, tensor, seq: 1, step: 1, memory, gives });
         self.step(rank, event).unwrap();
     }
 
@@ -363,6 +354,58 @@ fn factors_to_an_owner_and_its_matrix_move_what_their_cost_function_says() {
             let counted = bench.count(&book, 0..ranks);
             let want = expected(sparse::adam(rows, row_bytes, dense_bytes, &Hosts::apart(ranks)));
             assert_eq!(counted, want, "{rows:?} of {row_bytes} bytes");
+        }
+    }
+}
+
+#[test]
+fn factors_to_an_owner_that_updates_move_what_the_same_cost_function_says() {
+    const UP: u32 = 0;
+    const LAYER: u32 = 1;
+    let elems = 30 * 19 + 30;
+    let rule = Rule::Sgd { momentum: 0.0, dampening: 0.0, nesterov: false };
+    let optimizer = Optimizer { lr: 1.0, weight_decay: 0.0, maximize: false, rule };
+    for ranks in RANKS {
+        for (rows, row_bytes) in rows(ranks).iter().flat_map(|rows| ROW_BYTES.map(|bytes| (rows, bytes))) {
+            for owner in [0, ranks - 1] {
+                let rules = Rules { fold: Fold::Updated, ..Rules::default() };
+                let roles = Roles { rules, ..Roles::alike(Members::all(ranks)) };
+                let factors = Tensor::new("rows", 0, Dtype::Bytes, 61 * row_bytes).with_route(Route::Gather);
+                let layer = Tensor::new("layer", 0, Dtype::F32, elems).owned_by(Rank(owner));
+                let slicing = Slicing::fixed(1024, 1);
+                let tensors = vec![factors, layer];
+                let book =
+                    Arc::new(Book::deal("model", vec!["layer".into()], tensors, &roles, slicing).unwrap());
+                let mut bench = Bench::new(&book, ranks);
+                let value = RealMemory::tensor(elems as usize * 4);
+                let node = &mut bench.nodes[owner as usize];
+                node.load(0, LAYER, (Field::Value, 0), &value).unwrap();
+                // Position 0 is the owner: what ranks have is turned by as much.
+                for (position, own_rows) in (0..).zip(rows) {
+                    let rank = (owner + position) % ranks;
+                    bench.gather(rank, UP, own_rows * row_bytes, Some(Rank(owner)));
+                    if position > 0 {
+                        bench.give(rank, LAYER, elems * 4, Gives::Nothing(Op::Average));
+                    }
+                }
+                bench.run_in_rounds();
+                let complete = |bench: &Bench, rank: u32| bench.complete[rank as usize].len();
+                assert_eq!(complete(&bench, owner), 1, "it has all factors now, and can rebuild");
+                bench.give(owner, LAYER, elems * 4, Gives::Whole(Op::Average));
+                let update = Update { optimizer, factor: 1.0 };
+                for slice in bench.nodes[owner as usize].owned(0) {
+                    bench
+                        .step(owner, Event::Proceed { book: 0, slice, step: 1, update: Some(update) })
+                        .unwrap();
+                }
+                bench.run_in_rounds();
+                let is_done = |rank| complete(&bench, rank) == book.slices.len();
+                assert!((0..ranks).all(is_done), "{rows:?}: a rank is not done");
+                let mut want = expected(sparse::adam(rows, row_bytes, elems * 4, &Hosts::apart(ranks)));
+                want.sent.rotate_right(owner as usize);
+                want.received.rotate_right(owner as usize);
+                assert_eq!(bench.counted, want, "{rows:?} of {row_bytes} bytes to rank {owner}");
+            }
         }
     }
 }

@@ -20,7 +20,7 @@ from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.description import Network
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
-from penstock.plan import STORE, LayerPlan, Terms
+from penstock.plan import ADAM, STORE, LayerPlan, Terms
 from penstock.torch.choice.measuring import Choice, measured_rates, network_of
 from penstock.torch.choice.probe import exchange_cost
 from penstock.torch.gradients.hooks import Gradients
@@ -29,7 +29,7 @@ from penstock.torch.model.layout import ROOT
 from penstock.torch.schemes.factors import numerics
 from penstock.torch.schemes.pairs import is_sparse
 from penstock.torch.schemes.survey import Schemes, as_asked, common_reason, gather_scheme, survey
-from penstock.torch.updates.owners import check_kept
+from penstock.torch.updates.owners import OwnerUpdates, check_kept
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -56,10 +56,11 @@ class AgreedSchemes:
         slots: Its parameters.
         optimizers: Its optimizers.
         schemes: Patterns of layer names and what these layers use, or ``auto``: as the coordinator decides, or none.
-        how: The argument that lets owners update, if one does.
+        at_owners: How owners update, if they do.
         whole_steps: The option of that name.
         device: The accelerator that the model is on, if it is on one.
         elastic: Whether members may be lost.
+        owners_need_whole: Why owners that update cannot rebuild gradients from factors, if they cannot.
 
     Attributes:
         terms: By name of the layer, what is fixed of its scheme.
@@ -84,10 +85,11 @@ class AgreedSchemes:
         optimizers: Sequence[Optimizer],
         *,
         schemes: Schemes | str | None,
-        how: str | None,
+        at_owners: type[OwnerUpdates] | None,
         whole_steps: bool,
         device: torch.device | None,
         elastic: bool = False,
+        owners_need_whole: str | None = None,
     ) -> None:
         self.engine, self.agreeing = engine, agreeing
         self.elastic = elastic
@@ -97,10 +99,11 @@ class AgreedSchemes:
         self.terms: dict[str, Terms] = {}
         self.why_whole: dict[str, str] = {}
         patterns: Schemes = {} if schemes is None or isinstance(schemes, str) else schemes
-        self.rows, self.lossy = self._agree(given, patterns, device, owners_update=how is not None)
-        if how is not None:
+        self.rows, self.lossy = self._agree(given, patterns, device, owners_update=at_owners is not None)
+        if at_owners is not None:
             asked = {layer: terms.scheme for layer, terms in self.terms.items()}
-            check_kept(slots, optimizers, asked, how=how, whole_steps=whole_steps)
+            whole = owners_need_whole
+            check_kept(slots, optimizers, asked, kind=at_owners, whole_steps=whole_steps, why_whole=whole)
 
     def _agree(
         self, given: nn.Module, schemes: Schemes, device: torch.device | None, *, owners_update: bool
@@ -159,7 +162,7 @@ class AgreedSchemes:
         for layer, module, one, why in zip(self.layers, modules, asked, reasons, strict=True):
             if one is not None and not isinstance(one, str):
                 lossy.append((layer, module, one))
-            elif why is None and not owners_update and (scheme := gather_scheme(module)) is not None:
+            elif why is None and (scheme := gather_scheme(module)) is not None and (not owners_update or one == ADAM):
                 rows.append((layer, module, one if one is not None and WAYS[one].sends_rows else scheme))
         return rows, lossy
 

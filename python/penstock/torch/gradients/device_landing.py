@@ -100,14 +100,16 @@ def cut(slots: Sequence[Slot]) -> list[list[GradientPiece]]:
 
 
 def piece_entries(
-    slots: Sequence[Slot], pieces: Sequence[Sequence[GradientPiece]], ways: Sequence[tuple[str, str | None]]
+    slots: Sequence[Slot],
+    pieces: Sequence[Sequence[GradientPiece]],
+    ways: Sequence[tuple[str, str | None, int | None]],
 ) -> list[Any]:
     """What the book says of them.
 
     Args:
         slots: The model's parameters.
         pieces: By parameter.
-        ways: By parameter, its route and its wire type.
+        ways: By parameter, its route, its wire type, and the rank that owns all of it, if one does.
     """
     entries = []
     for slot, own, way in zip(slots, pieces, ways, strict=True):

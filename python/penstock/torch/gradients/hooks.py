@@ -83,6 +83,7 @@ class Gradients:
         device: The accelerator that the model is on, if it is on one.
         options: Of this rank; only for a device.
         all_at_once: Nothing comes back before all gradients of a step are at the engine; only for a device.
+        updaters: The ranks that may own a layer and update it from rows; none: owners update nothing.
     """
 
     def __init__(
@@ -100,23 +101,30 @@ class Gradients:
         device: torch.device | None = None,
         options: Options | None = None,
         all_at_once: bool = False,
+        updaters: Sequence[int] = (),
     ) -> None:
         self.engine = engine
         self.rank = rank
         self.slots = slots
         pieces = [] if device is None else cut(slots)
         numbers = itertools.count(len(slots) if device is None else sum(map(len, pieces)))
-        self.rows = [make_rows(self, next(numbers), layer, module, scheme) for layer, module, scheme in rows]
+        self.rows = [
+            make_rows(self, next(numbers), layer, module, scheme, updated=bool(updaters))
+            for layer, module, scheme in rows
+        ]
         self.lossy = [
             make_lossy(self, next(numbers), layer, module, options, ranks) for layer, module, options in lossy
         ]
         self.gathers: list[Gather] = [*self.rows, *self.lossy]
-        self.duties = OwnerDuties(self.gathers, ranks or engine.report()["size"], next(numbers))
+        owners = updaters or range(ranks or engine.report()["size"])
+        self.duties = OwnerDuties(self.gathers, owners, next(numbers))
         for gather in self.gathers:
             for slot in gather.slots:
                 slot.gather = gather
         self.pieces = pieces
-        ways = [(fixed or {}).get(slot.layer.name, ("store", None)) for slot in slots]
+        ways = [
+            (*(fixed or {}).get(slot.layer.name, ("store", None)), self.duties.owner_of.get(slot)) for slot in slots
+        ]
         self.id = (open_book or engine.open_book)(
             name,
             [layer.name for layer in layers],
@@ -475,6 +483,31 @@ class Gradients:
         return token
 
     # Back
+
+    def submit_for_all(self, slot: Slot, total: Tensor | None, step: int) -> None:
+        """Take part with the gradient of all ranks, or with none: the parameter comes back."""
+        if total is None:
+            memory = slot.flight.memory_for_others(self.lent.holds, slot.empty)
+            slot.flight.comes_into(memory, self.landing.submit_absent(slot, memory, step))
+        else:
+            slot.flight.comes_into(total)
+            self.landing.submit(slot, total, step)
+
+    def wait_until_submitted(self) -> None:
+        """Wait until the engine has all that this rank has for backwards that are over, as an owner for others, too.
+
+        Raises:
+            PeerLost: A rank was lost.
+            Timeout: Other ranks' factors, or what a device makes, did not come in time.
+        """
+        self.answer()
+        self.landing.wait_until_submitted()
+
+    def answer(self) -> None:
+        """As `serve`, where the program waits for nothing else: before owners hear what becomes of a step."""
+        if self.duties.owner_of:
+            with self._waiting(()):
+                self.serve()
 
     def serve(self) -> None:
         """Before this rank waits for others: answer those who wait for it, of backwards that are over.

@@ -101,11 +101,16 @@ class Landing(Protocol):
         ...
 
 
-def book_entry(slot: Slot, route: str, wire: str | None, part: tuple[str, int] | None = None) -> Any:
+def book_entry(
+    slot: Slot, route: str, wire: str | None, owner: int | None = None, part: tuple[str, int] | None = None
+) -> Any:
     """What the book says of a parameter's gradient, or of a part of it, by that part's name and number of elements."""
     name, elems = part or (slot.name, slot.elems)
     entry = (name, slot.layer.index, slot.code, elems, route)
-    return (*entry, wire) if wire is not None and slot.code == "f32" else entry
+    wire = wire if slot.code == "f32" else None
+    if owner is not None:
+        return (*entry, wire, owner)
+    return entry if wire is None else (*entry, wire)
 
 
 class HostLanding:

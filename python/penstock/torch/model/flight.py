@@ -143,6 +143,17 @@ class Flight:
         """Another tensor of the book brings the average."""
         self.number = number
 
+    def comes_by_itself(self) -> None:
+        """Its layer's gather is for the owner, who updates: the parameter's own tensor brings the parameter."""
+        self.gathered, self.number = False, self._index
+        self.absent = not self.gives
+
+    def comes_into(self, memory: Tensor, token: int = -1) -> None:
+        """That tensor is submitted, and the parameter lands here."""
+        self.memory, self.token = memory, token
+        if memory is self._spare:
+            self._spare_token = token
+
     def adds_to(self, base: Tensor | None) -> None:
         """What the gathered average will be added to."""
         self.grad = base

@@ -86,6 +86,10 @@ class Submitter(Protocol):
         """Send these bytes to every rank, or to one; returns the token by which they are lent."""
         ...
 
+    def submit_for_all(self, slot: Slot, total: Tensor | None, step: int) -> None:
+        """Take part with the gradient of all ranks, or with none: the parameter comes back."""
+        ...
+
 
 class Gather(ABC):
     """One layer's exchange.
@@ -256,7 +260,7 @@ class Gather(ABC):
         for slot in self.slots:
             if slot.is_busy:
                 submitter.clear_for_accumulation(slot)
-        submitter.pass_over(self.slots)
+        self.begins_round()
         self.pending = 0
         self.backward = submitter.backwards
         self.seq += 1
@@ -279,6 +283,10 @@ class Gather(ABC):
         """Whether averages are made in the background, as soon as they can be."""
         # What was in ``.grad`` before is added when the program asks: until then it may change it.
         return self.rebuilt and all(slot.flight.grad is None for slot in self.slots)
+
+    def begins_round(self) -> None:
+        """The parameters travel by this in the round that begins."""
+        self.submitter.pass_over(self.slots)
 
     def _submit_there(self, device_gathers: DeviceGathers, packed: Packed) -> int:
         """As `submit`, from an accelerator: the engine has it when `is_sent` says so."""
@@ -475,14 +483,18 @@ class Gather(ABC):
             own = [part for part in parts if part.header.form == OWN]
             averages: list[Tensor | None] = [None] * len(self.slots)
             if own:
-                averages = self.averages(own, len(parts))
+                averages = self.averages(own, self.divisor(len(parts)))
             for part in parts:
                 for place, dense in part.dense():
                     before = averages[place]
-                    dense.div_(len(parts))
+                    dense.div_(self.divisor(len(parts)))
                     averages[place] = dense if before is None else dense.add_(before)  # which may be sparse
         engine.drop_gathered(book, self.index)
         return mask, averages
+
+    def divisor(self, ranks: int) -> int:
+        """By what a sum over so many ranks is divided here."""
+        return ranks
 
     def _on_base(self, slot: Slot, average: Tensor | None, present: int) -> Tensor | None:
         base = slot.flight.grad

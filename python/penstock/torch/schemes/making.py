@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.lossy import DGC, LossyScheme
 from penstock.torch.model.layers import Layer, Slot
-from penstock.torch.schemes.adam import FactorsToOwner
+from penstock.torch.schemes.adam import AverageFromOwner, ParameterFromOwner
 from penstock.torch.schemes.dgc import DGCGather
 from penstock.torch.schemes.error_feedback import Lossy
 from penstock.torch.schemes.factors import LinearFactors
@@ -19,15 +19,16 @@ from penstock.torch.schemes.pairs import EmbeddingPairs
 __all__ = ["make_lossy", "make_rows"]
 
 OF_ROWS: dict[str, type[LinearFactors] | type[EmbeddingPairs]] = {
-    gather.scheme: gather for gather in (LinearFactors, EmbeddingPairs, FactorsToOwner)
+    gather.scheme: gather for gather in (LinearFactors, EmbeddingPairs, AverageFromOwner)
 }
 
 
 def make_rows(
-    submitter: Submitter, index: int, layer: Layer, module: nn.Module, scheme: str
+    submitter: Submitter, index: int, layer: Layer, module: nn.Module, scheme: str, *, updated: bool
 ) -> LinearFactors | EmbeddingPairs:
-    """The exchange of a layer that sends rows."""
-    return OF_ROWS[scheme](submitter, index, layer, module, _own_slots(layer, module))
+    """The exchange of a layer that sends rows; `updated`: its owner updates it."""
+    kind = ParameterFromOwner if updated else OF_ROWS[scheme]
+    return kind(submitter, index, layer, module, _own_slots(layer, module))
 
 
 def make_lossy(

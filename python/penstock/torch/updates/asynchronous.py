@@ -61,6 +61,7 @@ class AsyncUpdates(BackwardUpdates):
 
     option: ClassVar[str] = "async"
     how: ClassVar[str] = 'mode="async"'
+    why_whole: ClassVar[str | None] = "each rank's gradient is an update of its own"
     _instead: ClassVar[str] = ""
     by_steps: ClassVar[bool] = False
     lends: ClassVar[bool] = False  # what the model has here is not what the owner has

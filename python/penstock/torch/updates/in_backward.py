@@ -62,6 +62,7 @@ class BackwardUpdates(OwnerUpdates):
 
     def _say(self) -> None:
         """It was said: see that it is still right."""
+        self._gradients.answer()
         options, group_of = self._said
         groups = self.optimizer.param_groups
         if len(groups) != len(options) or self._group_of != group_of:

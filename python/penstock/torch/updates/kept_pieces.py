@@ -20,7 +20,9 @@ __all__ = ["KeptPieces", "kept_book"]
 def kept_book(gradients: Gradients, servers: Servers) -> KeptBook:
     """What owners keep of this model, by parameter."""
     where = gradients.engine, servers, gradients.rank, gradients.id
-    return KeptBook(*where) if gradients.device is None else KeptPieces(*where, gradients.pieces)
+    if gradients.device is None:
+        return KeptBook(*where, others=len(gradients.gathers))
+    return KeptPieces(*where, gradients.pieces)
 
 
 class KeptPieces(KeptBook):

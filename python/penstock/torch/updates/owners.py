@@ -21,7 +21,7 @@ from penstock._native import WAYS
 from penstock.errors import ConfigError
 from penstock.kept_book import KeptBook
 from penstock.optimizers import Described
-from penstock.plan import STORE
+from penstock.plan import ADAM, STORE
 from penstock.server_parts import ServedState
 from penstock.torch.model.data_aliases import data_of
 from penstock.torch.model.layers import Layer, Slot
@@ -41,8 +41,9 @@ def check_kept(
     optimizers: Sequence[Optimizer],
     schemes: Mapping[str, str | None],
     *,
-    how: str,
+    kind: type[OwnerUpdates],
     whole_steps: bool,
+    why_whole: str | None = None,
 ) -> None:
     """Refuse what owners cannot update, before anything is opened: the same on every rank.
 
@@ -50,15 +51,16 @@ def check_kept(
         slots: The model's parameters.
         optimizers: As given to `penstock.distribute`.
         schemes: By layer, what is given; none: the store.
-        how: The argument that asks for it.
+        kind: Of the updates.
         whole_steps: The option of that name.
+        why_whole: Why owners of this job cannot rebuild gradients from factors, if they cannot.
 
     Raises:
         ConfigError: Naming what it is.
     """
 
     def refused(why: str, layer: str | None = None) -> ConfigError:
-        return ConfigError(f"penstock.distribute: {how} {why}", layer=layer)
+        return ConfigError(f"penstock.distribute: {kind.how} {why}", layer=layer)
 
     if whole_steps:
         raise refused("and the option whole_steps exclude each other: what is lost with an owner cannot be given back")
@@ -67,15 +69,22 @@ def check_kept(
     optimizer = optimizers[0]
     for group in optimizer.param_groups:
         described(optimizer, group)
+    why_whole = kind.why_whole or why_whole
     fits = [way.name for way in WAYS.values() if way.is_whole and way.route == STORE]
     memory: dict[int, list[tuple[int, int, str]]] = {}
     for slot in slots:
         param, name, layer = slot.param, slot.name, slot.layer.name
         if param.dtype not in (torch.float32, torch.float64):
             raise refused(f"updates float32 and float64, and {name} is {param.dtype}", layer)
-        if schemes[layer] not in (None, *fits):
+        if schemes[layer] == ADAM and why_whole is not None:
             raise refused(
-                f"needs whole gradients at the owners, by {', '.join(fits)}; {layer} is given {schemes[layer]}",
+                f"needs whole gradients at the owners, by {', '.join(fits)}: {why_whole}; {layer} is given {ADAM}",
+                layer,
+            )
+        if schemes[layer] not in (None, ADAM, *fits):
+            raise refused(
+                f"needs whole gradients at the owners, by {', '.join(fits)}, or factors, by {ADAM}; {layer} is given "
+                f"{schemes[layer]}",
                 layer,
             )
         start, others = param.data_ptr(), memory.setdefault(param.untyped_storage().data_ptr(), [])
@@ -135,6 +144,8 @@ class OwnerUpdates(PatchedOptimizer):
     option: ClassVar[str] = "servers"
     """Its name in `penstock.distribute`."""
     how: ClassVar[str] = 'update="servers"'
+    why_whole: ClassVar[str | None] = None
+    """Why owners cannot rebuild gradients from factors, if they cannot."""
     lends: ClassVar[bool] = True
     """Whether an owner that is a worker may read the value in its model."""
     by_steps: ClassVar[bool] = True
@@ -304,6 +315,7 @@ class OwnerUpdates(PatchedOptimizer):
         # Not what detach() gives: who has that besides makes step() wait.
         gradients.lent.values[gradients.id] = [slot.param for slot in gradients.slots if slot.index in self._lent]
         told, factor = self.agree("make a step", options, self._factor)
+        gradients.answer()  # not before: who has no batch left has sent nothing yet
         self._book.proceed(gradients.step, told, self._group_of, factor, in_advance=in_advance)
         return options
 
@@ -383,7 +395,7 @@ class OwnerUpdates(PatchedOptimizer):
     def _give_up(self, flying: Sequence[Slot]) -> list[Slot]:
         """Nothing of these is under way any more, and nothing comes of it; those that were updated all the same."""
         self.agree("leave the step out", [], 1.0)
-        self._gradients.landing.wait_until_submitted()
+        self._gradients.wait_until_submitted()
         self._book.discard(self._gradients.step)
         return self._landed(flying)
 
@@ -468,7 +480,7 @@ class OwnerUpdates(PatchedOptimizer):
             gradients.close_without_backward()
         if self._squares is None:
             _, share = self.agree("ask for the norm", [], 1.0)
-            gradients.landing.wait_until_submitted()
+            gradients.wait_until_submitted()
             self._squares = self._book.squares(gradients.step) * share**2
         return math.sqrt(self._squares) * self._factor
 
