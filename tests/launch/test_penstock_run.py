@@ -720,10 +720,12 @@ def test_a_host_that_is_not_reached(tmp_path):
 
 
 def test_a_task_of_another_launcher_becomes_the_program():
-    write("import os; print(os.environ['SLURM_PROCID'], 'RANK' in os.environ)")
-    assert run("train.py", env={**os.environ, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "3"})[0] == 0
-    task = {**os.environ, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
-    assert run("train.py", env=task)[:2] == (0, "3 False\n")
+    write("import os; print(os.environ['SLURM_PROCID'], os.environ['RANK'])")
+    meet = {"PENSTOCK_RENDEZVOUS": "tcp://127.0.0.1:1"}
+    task = {**os.environ, **meet, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "3"}
+    assert run("train.py", env=task)[:2] == (0, "3 1\n")
+    task = {**os.environ, **meet, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+    assert run("train.py", env=task)[:2] == (0, "3 3\n")
     status, _, err = run("--workers", "2", "train.py", env=task)
     assert status == 2
     assert "--workers: this process is one task of another launcher (SLURM_STEP_ID is set)" in err
