@@ -719,6 +719,17 @@ def test_a_host_that_is_not_reached(tmp_path):
     assert re.search(r"(one|two) was not reached: `sh -c .*` ended with status 1", err)
 
 
+def test_a_command_that_reaches_a_host_and_does_not_end_is_ended_and_named(tmp_path):
+    write("")
+    (tmp_path / "hosts").write_text("one\n")
+    (tmp_path / "odd-ssh").write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec >/dev/null sleep 600\n")
+    (tmp_path / "odd-ssh").chmod(0o755)
+    status, _, err = run("--hosts", "hosts", "--connect", f"{tmp_path}/odd-ssh {{host}} {{command}}", "train.py")
+    assert status == 1
+    assert re.search(r"one was not reached: `.*odd-ssh one .*` closed its output, did not end within 3 s, and was", err)
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
 def test_a_task_of_another_launcher_becomes_the_program():
     write("import os; print(os.environ['SLURM_PROCID'], os.environ['RANK'])")
     meet = {"PENSTOCK_RENDEZVOUS": "tcp://127.0.0.1:1"}

@@ -461,8 +461,11 @@ class Supervisor:
             if agent.door is not None:
                 self._forget(agent)
             return
-        status = agent.process.wait()
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        status = agent.ended_with(GONE_S)
+        if status is None:
+            how = f"closed its output, did not end within {GONE_S:g} s, and was ended"
+        else:
+            how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
             command = shlex.join(command_for(agent.host, self._plan.connect))
             failure = JobFailed(f"{agent.host.name} was not reached: `{command}` {how}", 1)
@@ -612,11 +615,9 @@ class Supervisor:
             agent.dismiss()
         deadline_s = time.monotonic() + GONE_S
         for agent in self._agents:
-            try:
-                agent.process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                agent.process.kill()
-                agent.process.wait()
+            if agent.ended_with(max(0.0, deadline_s - time.monotonic())) is None:
+                command = shlex.join(command_for(agent.host, self._plan.connect))
+                self._tell(f"{agent.host.name}: `{command}` did not end within {GONE_S:g} s, and was ended")
         for reader in self._readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
         self._output.close()
