@@ -31,6 +31,7 @@ __all__ = [
     "Launch",
     "MeetingPoint",
     "at_store",
+    "beside",
     "discover",
     "discover_here",
     "on_one_machine",
@@ -40,6 +41,7 @@ __all__ = [
 BY_MASTER = "MASTER_ADDR and MASTER_PORT"
 """What has decided where ranks meet if those variables have, by which programs find their store of torch, too."""
 
+PORT_MAX = 65_535
 PORTS_OF_TORCH_FIRST, PORTS_OF_TORCH = 25_000, 4_000
 """Where `torchs_store` is: beyond ports at which Penstock's ranks meet, and below those that connections get."""
 
@@ -292,6 +294,11 @@ def _meeting_point(
 def on_one_machine(environ: Mapping[str, str]) -> bool:
     """Whether mpirun or Slurm says that all ranks that it started are on this machine."""
     return _single_machine_scope(environ, 0) is not None
+
+
+def beside(port: int) -> int:
+    """The port at which workers and servers meet where torch has this one: servers cannot use a store of torch."""
+    return port + (1 if port < PORT_MAX else -1)
 
 
 def torchs_store(

@@ -1,6 +1,8 @@
 """Servers that no single launcher starts: tasks of mpirun or srun, and those of a launcher on each host."""
 
 import argparse
+import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from penstock.launch.tasks import become, found_in
 from penstock.launchers import discover
 
 LIMIT_S = 120
+TWO_STORES = Path(__file__).parents[1] / "launchers" / "two_stores.py"
 PROGRAM = """
 import os, numpy, penstock as ps
 ps.init()
@@ -213,10 +216,16 @@ def ended(processes):
             process.kill()
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports():
+    """The first of two that follow each other: torch's, and the one at which workers and servers meet."""
+    for _ in range(100):
+        with socket.socket() as one, socket.socket() as next_one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                next_one.bind(("127.0.0.1", port + 1))
+                return port
+    raise AssertionError("no port is free behind one that is")
 
 
 def start(*arguments, **told):
@@ -279,12 +288,24 @@ def test_a_launcher_on_each_host_starts_its_part_of_the_servers(tmp_path, monkey
     longer = f"import time; time.sleep(ps.rank() * {SERVERS_S + 3})\nps.shutdown()"
     program = PROGRAM.replace("ps.init()", "ps.init(operation_timeout_s=1)").replace("ps.shutdown()", longer)
     (tmp_path / "train.py").write_text(program)
-    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_ports())]
     both = [start(*meet, "--node-rank", str(node), "--servers", "3", "train.py") for node in range(2)]
     (one, one_said, status), (other, other_said, other_status) = ended(both)
     assert (status, other_status) == (0, 0), (one_said, other_said)
     assert "[rank 0] rank 0 of 2 sum 3.0" in one and "[rank 1] rank 1 of 2 sum 3.0" in other
     assert "[server 1]" in one and "[server 2]" in other and "[server 2]" not in one
+
+
+@pytest.mark.long
+def test_so_does_a_program_that_meets_by_torch_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_ports()), "--servers", "1"]
+    told = {"PENSTOCK_RENDEZVOUS_TIMEOUT_S": str(LIMIT_S // 4)}
+    both = [start(*meet, "--node-rank", str(node), TWO_STORES, tmp_path, "dist", "ps", **told) for node in range(2)]
+    statuses = [status for *_, status in ended(both)]
+    assert statuses == [0, 0]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(facts["place"], facts["sums"]) for facts in found] == [([rank, 2, rank, 2], [3.0, 3.0]) for rank in (0, 1)]
 
 
 def test_who_is_lost_ends_the_tasks_of_another_launcher():

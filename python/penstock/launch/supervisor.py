@@ -31,7 +31,7 @@ from penstock.launch.given_up import GivenUp
 from penstock.launch.output import Output
 from penstock.launch.placement import THIS_MACHINE, Host, Seat, shown, variables
 from penstock.launch.vacancies import Vacancies
-from penstock.launchers import OF_THE_JOB, MeetingPoint
+from penstock.launchers import OF_THE_JOB, MeetingPoint, beside
 
 __all__ = ["Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
 
@@ -217,9 +217,11 @@ class Supervisor:
 
     def _rendezvous(self) -> dict[str, str]:
         """Where workers and servers meet, if there are servers: a program may use MASTER_PORT for torch.distributed."""
-        if self._plan.joint or not any(seat.is_server for seat in self._seat_of.values()):
+        if not any(seat.servers for seat in self._seat_of.values()):
             return {}
-        point = MeetingPoint("tcp", self._meet[0], self._agents[self._first].ports[1])
+        # Launchers of one job have nothing in common but what each was told.
+        port = beside(self._meet[1]) if self._plan.joint else self._agents[self._first].ports[1]
+        point = MeetingPoint("tcp", self._meet[0], port)
         return {"PENSTOCK_RENDEZVOUS": str(point)}
 
     def _start(self, agent: AgentLink) -> None:

@@ -12,7 +12,7 @@ from penstock import grouping
 from penstock.config import TOLD
 from penstock.errors import ConfigError
 from penstock.launch.supervisor import SERVER
-from penstock.launchers import BY_MASTER, Launch, MeetingPoint, discover, on_one_machine, torchs_store
+from penstock.launchers import BY_MASTER, Launch, beside, discover, on_one_machine, torchs_store
 
 __all__ = ["become", "found_in"]
 
@@ -21,7 +21,6 @@ _VARIABLES = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_STEP_ID", "SLURM_PROCID"),  # a batch script has a number, too, and no step
 )
-PORT_MAX = 65_535
 SLURMS = "SLURM_LOCALID"
 _ON_A_HOST = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -89,22 +88,18 @@ def become(
     if not is_server and launch.launcher != "options":
         told |= _torchruns(plain, launch, workers)
     if options.servers:
+        point = launch.meeting_point
+        if point is not None and point.found_in == BY_MASTER:
+            point = replace(point, port=beside(point.port))
         told |= {
             "PENSTOCK_RANK": str(rank - workers if is_server else rank),
             "PENSTOCK_WORLD_SIZE": str(workers),
             "PENSTOCK_SERVERS": str(options.servers),
             "PENSTOCK_ROLE": "server" if is_server else "worker",
             # The same for both kinds, which the launcher does not tell apart.
-            "PENSTOCK_RENDEZVOUS": str(_apart_from_torch(launch.meeting_point)),
+            "PENSTOCK_RENDEZVOUS": str(point),
         }
     return list(SERVER if is_server else command), told
-
-
-def _apart_from_torch(point: MeetingPoint | None) -> MeetingPoint | None:
-    """Where workers and servers meet: MASTER_PORT is for torch.distributed, whose store servers cannot use."""
-    if point is None or point.found_in != BY_MASTER:
-        return point
-    return replace(point, port=point.port + (1 if point.port < PORT_MAX else -1))
 
 
 def _torchruns(environment: Mapping[str, str], launch: Launch, workers: int) -> dict[str, str]:
