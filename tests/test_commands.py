@@ -94,6 +94,8 @@ METRICS = By("tests/metrics/test_metered_jobs.py::test_the_page_s_commands")
 TRACES = By("tests/trace_report/test_recorded.py::test_the_page_s_commands")
 WATCHED = By("tests/live/test_top.py::test_a_job_that_was_told_where_is_shown")
 UNCHANGED = By("tests/ddp/test_unchanged_programs.py::test_a_program_ends_with_the_parameters_that_it_has_under_gloo")
+DDP_OF_MPIRUN = By("tests/launchers/test_mpirun.py::test_penstock_run_lets_programs_for_ddp_train")
+DDP_OF_SLURM = By("tests/launchers/test_slurm.py::test_penstock_run_lets_programs_for_ddp_train")
 WHEEL = By("tests/packages/test_wheel.py::test_a_new_user_needs_the_wheel_alone")
 FRAMEWORKS = "tests/integrations/test_frameworks.py::test_"
 HUGGING_FACE = By(f"{FRAMEWORKS}hugging_face_trains_under_penstock_run_as_on_gloo")
@@ -136,6 +138,10 @@ TABLE = {
         "tests/launchers/test_torchrun_hosts.py::test_a_ddp_program_under_torchrun_on_two_hosts"
     ),
     "mpirun -n 4 python train.py": By("tests/launchers/test_mpirun.py::test_two_lines_on_one_machine"),
+    "mpirun -n 4 penstock run train_ddp.py": DDP_OF_MPIRUN,
+    "mpirun penstock run train_ddp.py": DDP_OF_MPIRUN,
+    "srun penstock run train_ddp.py": DDP_OF_SLURM,
+    "srun --nodes 2 --ntasks 8 penstock run train_ddp.py": DDP_OF_SLURM,
     "mpirun -hosts node1:4,node2:4 -n 8 -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 python train.py": By(
         "tests/launchers/test_mpirun.py::test_two_hosts"
     ),

@@ -34,6 +34,9 @@ _numbers = itertools.count()
 _locks: dict[Path, WriterLock] = {}
 """Of this process's job, by directory."""
 
+_owners: weakref.WeakValueDictionary[Path, CheckpointWriter] = weakref.WeakValueDictionary()
+"""Of this process, by directory: whose checkpoints of one file are there. Two would give their files the same names."""
+
 KNOWN_MAX = 64
 """So many whole checkpoints are remembered: more than anybody keeps."""
 WAITED_S = 1.0
@@ -199,13 +202,15 @@ class CheckpointWriter:
             The file.
 
         Raises:
-            ConfigError: There can be no such directory, another job writes there, or ``make`` raised it. On all ranks.
+            ConfigError: There can be no such directory, another job or another one of this process writes there, or
+                ``make`` raised it. On all ranks.
         """
         part = CheckpointPart(CheckpointKey(self.calls, self._rank))
 
         def start() -> str:
             fill = make()
             self._claim_here(path.parent)
+            self._own(path.parent)
             self.write(lambda: add_part(path, part, fill, keep))
             return str(path)
 
@@ -213,6 +218,22 @@ class CheckpointWriter:
         key = CheckpointKey(self.calls, by)
         self._under_way = _BegunCheckpoint(key, file, (by,), (path,) if by == self._rank else ())
         return str(file)
+
+    def _own(self, directory: Path) -> None:
+        owner = _owners.setdefault(directory.resolve(), self)
+        if owner is not self:
+            raise ConfigError(
+                f"{self._caller}: another one of this process writes its checkpoints to {directory}. Give each a "
+                "directory of its own; or, to go on from there in place of the other, let that finish its checkpoint, "
+                "and load the directory first",
+                rank=self._rank,
+            )
+
+    def has_read(self, directory: Path) -> None:
+        """The program may go on from there with this one, or with whose checkpoints they are: who is next."""
+        owner = _owners.get(directory.resolve())
+        if owner is not None and owner._under_way is None:
+            del _owners[directory.resolve()]
 
     # A part by each rank
 
@@ -501,6 +522,7 @@ class _AllWriters(Attached):
         for lock in _locks.values():
             lock.release()
         _locks.clear()
+        _owners.clear()
 
     def end_failed(self, limit_s: float, *, at_exit: bool) -> None:
         """What is under way may become whole. The program has the error of the job."""

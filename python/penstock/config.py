@@ -27,6 +27,7 @@ __all__ = [
     "LAUNCHER_PIPE",
     "REPLACE_DDP",
     "REPLAY",
+    "TOLD",
     "OptionArguments",
     "Options",
     "current_environment",
@@ -45,6 +46,9 @@ LAUNCHER_PIPE = "PENSTOCK_LAUNCHER_PIPE"
 """Nor is this: where a program can tell `penstock run` something (`penstock.launcher_pipe`)."""
 REPLAY = "PENSTOCK_REPLAY"
 """Nor this: `penstock replay` tells programs by it which log they follow (`penstock.replaying`)."""
+TOLD = "PENSTOCK_TOLD"
+"""Nor this: which variables `penstock run` as a task of mpirun or srun has set for torch, as ``NAME=VALUE`` with blanks
+between. Where Penstock's ranks meet does not follow from those (`penstock.launchers`)."""
 SECRET_BYTES_MIN = 16
 MAKE_A_SECRET = "export PENSTOCK_SECRET=\"$(python -c 'import secrets; print(secrets.token_hex(32))')\""
 
@@ -515,7 +519,7 @@ def given(environ: Mapping[str, str], arguments: Mapping[str, object]) -> tuple[
     sources: dict[str, str] = {}
     variables = {PREFIX + name.upper(): name for name in _FIELDS}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable in (REPLACE_DDP, LAUNCHER_PIPE, REPLAY):
+        if not variable.startswith(PREFIX) or variable in (REPLACE_DDP, LAUNCHER_PIPE, REPLAY, TOLD):
             continue
         if variable not in variables:
             raise ConfigError(f"unknown environment variable {variable}{_did_you_mean(variable, list(variables))}")

@@ -25,7 +25,25 @@ if TYPE_CHECKING:
 
     from penstock.config import OptionArguments
 
-__all__ = ["OF_THE_JOB", "Launch", "MeetingPoint", "at_store", "discover", "discover_here"]
+__all__ = [
+    "BY_MASTER",
+    "OF_THE_JOB",
+    "Launch",
+    "MeetingPoint",
+    "at_store",
+    "beside",
+    "discover",
+    "discover_here",
+    "on_one_machine",
+    "torchs_store",
+]
+
+BY_MASTER = "MASTER_ADDR and MASTER_PORT"
+"""What has decided where ranks meet if those variables have, by which programs find their store of torch, too."""
+
+PORT_MAX = 65_535
+PORTS_OF_TORCH_FIRST, PORTS_OF_TORCH = 25_000, 4_000
+"""Where `torchs_store` is: beyond ports at which Penstock's ranks meet, and below those that connections get."""
 
 OF_THE_JOB = ("rank", "world_size", "servers", "groups", "role", "rendezvous")
 """Options that a newcomer does not give: it learns from the job what ranks and servers there are."""
@@ -245,9 +263,7 @@ def _from_master_variables(environ: Mapping[str, str], launcher: str) -> Meeting
         ) from None
     shared = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     scope = _launchers_scope(environ, launcher)
-    return MeetingPoint(
-        "launcher" if shared else "tcp", host, number, scope=scope, found_in="MASTER_ADDR and MASTER_PORT"
-    )
+    return MeetingPoint("launcher" if shared else "tcp", host, number, scope=scope, found_in=BY_MASTER)
 
 
 def _meeting_point(
@@ -275,6 +291,55 @@ def _meeting_point(
     )
 
 
+def on_one_machine(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun or Slurm says that all ranks that it started are on this machine."""
+    return _single_machine_scope(environ, 0) is not None
+
+
+def beside(port: int) -> int:
+    """The port at which workers and servers meet where torch has this one: servers cannot use a store of torch."""
+    return port + (1 if port < PORT_MAX else -1)
+
+
+def torchs_store(
+    environ: Mapping[str, str], point: MeetingPoint | None = None, *, parent_pid: int = 0
+) -> tuple[str, int] | None:
+    """Where ranks of mpirun or Slurm can have a store of torch.distributed, which nobody tells them.
+
+    Each rank finds the same by itself: rank 0's host, and a port that follows from what the launcher calls the job. It
+    is none at which Penstock's ranks meet, who may do so at any time.
+
+    Args:
+        environ: As for `discover`.
+        point: Where Penstock's ranks meet, which may say more.
+        parent_pid: As for `discover`.
+
+    Returns:
+        Host and port, or None where nothing says which host is rank 0's.
+    """
+    scope = _single_machine_scope(environ, parent_pid)
+    host = "127.0.0.1"
+    if scope is None:
+        if point is None or point.kind == "file":
+            point = _slurm_meeting_point(environ)
+        if point is None:
+            return None
+        host, scope = point.host, point.scope
+    # Jobs that start one after the other have numbers that follow each other, and so other ports.
+    number = sum(map(int, re.findall(r"[0-9]+", scope))) or (point.port if point is not None else 0)
+    return host, PORTS_OF_TORCH_FIRST + number % PORTS_OF_TORCH
+
+
+def _without_what_was_told(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Without what `penstock run`, as a task, has added for torch. What a program has changed of it since counts."""
+    told = dict(pair.partition("=")[::2] for pair in environ.get(config.TOLD, "").split())
+    for names in (("RANK", "WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT")):
+        added = [name for name in names if name in told]
+        if all(environ.get(name) == told[name] for name in added):
+            environ = {name: value for name, value in environ.items() if name not in added}
+    return environ
+
+
 def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: Any) -> Launch:
     """Find rank, size, meeting point and options, as a pure function of the environment and the arguments.
 
@@ -294,6 +359,7 @@ def discover(environ: Mapping[str, str], *, parent_pid: int = 0, **arguments: An
         1
     """
     values, sources = config.given(environ, arguments)
+    environ = _without_what_was_told(environ)
     if "join" in values:
         launcher = "options"
         _check_that_nothing_is_said_of_ranks(values, sources)

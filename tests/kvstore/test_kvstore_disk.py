@@ -208,6 +208,38 @@ def test_a_checkpoint_is_written_while_the_program_goes_on(tmp_path):
     assert (newest("load", place)[0], newest("load", place)[1]) == (Path(last[0]), 4)
 
 
+def two_at_one_place(rank, size, place):
+    one, other = ps.KVStore("sync"), ps.KVStore("sync")
+    for kv in (one, other):
+        kv.init("w", np.full(3, 1.0 if kv is one else 2.0))
+    refused = rf"another one of this process writes its checkpoints to {place}.*of its own"
+    one.checkpoint(place)
+    for _ in range(2):  # while it is being written, and afterwards
+        with pytest.raises(ps.ConfigError, match=refused):
+            other.checkpoint(place)
+        one.finish_checkpoint()
+    assert other.checkpoint(place / "other") == other.finish_checkpoint()
+    # In place of the first one; which goes on itself if nobody did so.
+    assert other.load(place) == 1
+    assert one.checkpoint(place) == one.finish_checkpoint()
+    assert other.load(place) == 2
+    assert other.state_dict()["values"]["w"][0] == 1.0
+    assert other.checkpoint(place) == other.finish_checkpoint()
+    with pytest.raises(ps.ConfigError, match=refused):
+        one.checkpoint(place)
+    del one, other, kv
+    another = ps.KVStore("sync")
+    another.init("w", np.zeros(3))
+    for _ in range(4):
+        last = another.checkpoint(place, every=4)
+    assert another.finish_checkpoint() == last is not None
+
+
+def test_two_stores_do_not_write_to_one_directory(tmp_path):
+    (tmp_path / "job").mkdir()
+    run_well(2, two_at_one_place, tmp_path / "job", tmp_path / "kept")
+
+
 STATE = {"values": {"w": np.arange(6.0), 3: np.ones((2, 2), np.int32)}, "updates": {"w": 4, 3: 4}}
 
 

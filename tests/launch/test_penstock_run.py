@@ -719,11 +719,24 @@ def test_a_host_that_is_not_reached(tmp_path):
     assert re.search(r"(one|two) was not reached: `sh -c .*` ended with status 1", err)
 
 
+def test_a_command_that_reaches_a_host_and_does_not_end_is_ended_and_named(tmp_path):
+    write("")
+    (tmp_path / "hosts").write_text("one\n")
+    (tmp_path / "odd-ssh").write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nexec >/dev/null sleep 600\n")
+    (tmp_path / "odd-ssh").chmod(0o755)
+    status, _, err = run("--hosts", "hosts", "--connect", f"{tmp_path}/odd-ssh {{host}} {{command}}", "train.py")
+    assert status == 1
+    assert re.search(r"one was not reached: `.*odd-ssh one .*` closed its output, did not end within 3 s, and was", err)
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
 def test_a_task_of_another_launcher_becomes_the_program():
-    write("import os; print(os.environ['SLURM_PROCID'], 'RANK' in os.environ)")
-    assert run("train.py", env={**os.environ, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "3"})[0] == 0
-    task = {**os.environ, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
-    assert run("train.py", env=task)[:2] == (0, "3 False\n")
+    write("import os; print(os.environ['SLURM_PROCID'], os.environ['RANK'])")
+    meet = {"PENSTOCK_RENDEZVOUS": "tcp://127.0.0.1:1"}
+    task = {**os.environ, **meet, "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "3"}
+    assert run("train.py", env=task)[:2] == (0, "3 1\n")
+    task = {**os.environ, **meet, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+    assert run("train.py", env=task)[:2] == (0, "3 3\n")
     status, _, err = run("--workers", "2", "train.py", env=task)
     assert status == 2
     assert "--workers: this process is one task of another launcher (SLURM_STEP_ID is set)" in err

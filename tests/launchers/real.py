@@ -24,6 +24,8 @@ ROOT = HERE.parents[1]
 TWO_LINES = HERE.parent / "equality" / "two_lines.py"
 DDP = HERE / "ddp_program.py"
 FACTS = HERE / "facts.py"
+TWO_STORES = HERE / "two_stores.py"
+PENSTOCK_RUN = [sys.executable, "-m", "penstock", "run"]
 PYTHON = sys.executable
 
 LIMIT_S = 240
@@ -156,6 +158,16 @@ def check_facts(folder, launcher, size):
     meets = {facts["meet"] for facts in found}
     assert len(meets) == 1, meets
     return meets.pop()
+
+
+def check_two_stores(folder, size, on_hosts):
+    """`TWO_STORES` has met by both ways, with the same ranks; and by rank what it was told of its place on its host."""
+    found = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+    total = size * (size + 1) / 2
+    assert [(facts["place"], facts["sums"]) for facts in found] == [
+        ([rank, size, rank, size], [total, total]) for rank in range(size)
+    ]
+    assert [facts["on_host"] for facts in found] == on_hosts
 
 
 def difference(one, other):

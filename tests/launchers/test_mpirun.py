@@ -1,7 +1,11 @@
 """MPICH's and Open MPI's mpirun as Debian has them: on this machine, and on two hosts."""
 
+import contextlib
+
 import pytest
 import real
+
+from lab.cluster import INTERFACE
 
 pytestmark = pytest.mark.long
 SIZE = 4
@@ -18,13 +22,13 @@ exec env -i PATH="$PATH" ip netns exec "$namespace" unshare --uts sh -c "$named"
 """
 
 
-def mpich():
-    return [real.need("mpirun.mpich", "mpich"), "-n", SIZE]
+def mpich(size=SIZE):
+    return [real.need("mpirun.mpich", "mpich"), "-n", size]
 
 
-def openmpi():
+def openmpi(size=SIZE):
     # It counts processors, of which there are fewer here, and does not like to be started by root.
-    return [real.need("mpirun.openmpi", "openmpi-bin"), "--allow-run-as-root", "--oversubscribe", "-n", SIZE]
+    return [real.need("mpirun.openmpi", "openmpi-bin"), "--allow-run-as-root", "--oversubscribe", "-n", size]
 
 
 LAUNCHERS = pytest.mark.parametrize(
@@ -59,6 +63,37 @@ def test_penstock_run_makes_the_last_task_a_server(mpirun, launcher, tmp_path):
     real.check_two_lines(folder, SIZE - 1)
 
 
+@LAUNCHERS
+@pytest.mark.parametrize("size", [2, 3])
+def test_penstock_run_lets_programs_for_ddp_train(mpirun, launcher, size, tmp_path):
+    command = [*mpirun(size), *real.PENSTOCK_RUN]
+    gloo, ours = (real.made(tmp_path / name) for name in ("gloo", "ours"))
+    plain = real.run_here([*command, "--keep-ddp", real.DDP, gloo], tmp_path, TMPDIR=str(tmp_path))
+    assert real.REPLACED not in plain
+    said = real.run_here([*command, real.DDP, ours], tmp_path, TMPDIR=str(tmp_path))
+    assert said.count(real.REPLACED) == 1, said
+    real.check_same(real.saved(ours), size, real.saved(gloo)[0], real.DDP_DIFFERENCE_MAX)
+
+
+@LAUNCHERS
+@pytest.mark.parametrize("order", ["ps dist", "dist ps"])
+def test_ranks_meet_by_torch_and_by_penstock(mpirun, launcher, order, tmp_path):
+    folder = real.made(tmp_path / "found")
+    command = [*mpirun(3), *real.PENSTOCK_RUN, real.TWO_STORES, folder, *order.split()]
+    real.run_here(command, tmp_path, TMPDIR=str(tmp_path))
+    real.check_two_stores(folder, 3, [[str(rank), "3", "0"] for rank in range(3)])
+
+
+@LAUNCHERS
+def test_a_ddp_program_with_a_server(mpirun, launcher, tmp_path):
+    folder = real.made(tmp_path / "found")
+    command = [*mpirun(3), *real.PENSTOCK_RUN, "--servers", 1, real.TWO_STORES, folder, "dist", "ps"]
+    with real.cluster(1) as cluster:
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": real.PORT}
+        real.run_on(cluster.hosts, [command], tmp_path, TMPDIR=str(tmp_path), **meet)
+    real.check_two_stores(folder, 2, [[str(rank), "2", "0"] for rank in range(2)])
+
+
 def mpich_there(hosts, ssh):
     names = ",".join(f"{host.name}:2" for host in hosts)
     meet = ["-genv", "MASTER_ADDR", hosts[0].address, "-genv", "MASTER_PORT", real.PORT]
@@ -72,22 +107,43 @@ def openmpi_there(hosts, ssh):
     return ["--host", names, "--mca", "plm_rsh_agent", ssh, *meet, *passed]
 
 
-@pytest.mark.parametrize(
+THERE = pytest.mark.parametrize(
     ("mpirun", "there", "launcher"),
     [(mpich, mpich_there, "MPICH (PMI)"), (openmpi, openmpi_there, "OpenMPI")],
     ids=["mpich", "openmpi"],
 )
-def test_two_hosts(mpirun, there, launcher, tmp_path):
+
+
+@contextlib.contextmanager
+def two_hosts(mpirun, there, tmp_path):
+    """The first of two hosts, and there an mpirun that starts tasks on both."""
     command = mpirun()
     with real.cluster() as cluster:
         cases = "\n".join(f"{host.name}) namespace={host.namespace} ;;" for host in cluster.hosts)
         ssh = tmp_path / "to-a-host"
         ssh.write_text(TO_A_HOST.format(cases=cases), encoding="utf-8")
         ssh.chmod(0o755)
-        first = cluster.hosts[0]
-        command += [*there(cluster.hosts, ssh), real.PYTHON]
+        yield cluster.hosts[0], [*command, *there(cluster.hosts, ssh)]
+
+
+@THERE
+def test_two_hosts(mpirun, there, launcher, tmp_path):
+    with two_hosts(mpirun, there, tmp_path) as (first, command):
         for program, folder in ((real.FACTS, tmp_path / "facts"), (real.TWO_LINES, tmp_path / "together")):
-            real.run_on([first], [[*command, program, real.made(folder)]], tmp_path)
+            real.run_on([first], [[*command, real.PYTHON, program, real.made(folder)]], tmp_path)
         meet = real.check_facts(tmp_path / "facts", launcher, SIZE)
         assert meet == f"tcp://{first.address}:{real.PORT}"
     real.check_two_lines(tmp_path / "together", SIZE)
+
+
+@THERE
+def test_programs_for_ddp_on_two_hosts(mpirun, there, launcher, tmp_path):
+    gloo, ours, found = (real.made(tmp_path / name) for name in ("gloo", "ours", "found"))
+    with two_hosts(mpirun, there, tmp_path) as (first, command):
+        command += [*real.PENSTOCK_RUN, "--env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+        real.run_on([first], [[*command, "--keep-ddp", real.DDP, gloo]], tmp_path)
+        (said,) = real.run_on([first], [[*command, real.DDP, ours]], tmp_path)
+        real.run_on([first], [[*command, real.TWO_STORES, found, "ps", "dist"]], tmp_path)
+    assert said.count(real.REPLACED) == 1, said
+    real.check_same(real.saved(ours), SIZE, real.saved(gloo)[0], real.DDP_DIFFERENCE_MAX)
+    real.check_two_stores(found, SIZE, [[str(rank % 2), "2", None] for rank in range(SIZE)])

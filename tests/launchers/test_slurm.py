@@ -25,7 +25,7 @@ def cluster():
 
 
 def srun(*options):
-    return ["srun", "--nodes=2", f"--ntasks={SIZE}", *options, real.PYTHON]
+    return ["srun", "--nodes=2", f"--ntasks={SIZE}", "--ntasks-per-node=2", *options, real.PYTHON]
 
 
 def submitted(cluster, tmp_path, command):
@@ -75,6 +75,35 @@ def test_penstock_run_makes_the_last_task_a_server(cluster, tmp_path):
     folder = real.made(tmp_path / "together")
     cluster.run([*srun(), "-m", "penstock", "run", "--servers", 1, real.TWO_LINES, folder], tmp_path)
     real.check_two_lines(folder, SIZE - 1)
+
+
+def test_penstock_run_lets_programs_for_ddp_train(cluster, tmp_path):
+    told = {"GLOO_SOCKET_IFNAME": INTERFACE}
+    command = [*srun(), "-m", "penstock", "run"]
+    gloo, ours = (real.made(tmp_path / name) for name in ("gloo", "ours"))
+    assert real.REPLACED not in cluster.run([*command, "--keep-ddp", real.DDP, gloo], tmp_path, **told)
+    said = cluster.run([*command, real.DDP, ours], tmp_path, **told)
+    assert said.count(real.REPLACED) == 1, said
+    real.check_same(real.saved(ours), SIZE, real.saved(gloo)[0], real.DDP_DIFFERENCE_MAX)
+
+
+@pytest.mark.parametrize("order", ["ps dist", "dist ps"])
+def test_ranks_meet_by_torch_and_by_penstock(cluster, order, tmp_path):
+    folder = real.made(tmp_path / "found")
+    command = [*srun(), "-m", "penstock", "run", real.TWO_STORES, folder, *order.split()]
+    cluster.run(command, tmp_path, GLOO_SOCKET_IFNAME=INTERFACE)
+    real.check_two_stores(folder, SIZE, [[str(rank % 2), "2", str(rank // 2)] for rank in range(SIZE)])
+
+
+def test_they_do_so_on_one_node_and_with_a_server(cluster, tmp_path):
+    one, both = (real.made(tmp_path / name) for name in ("one", "both"))
+    program = ["-m", "penstock", "run", real.TWO_STORES, one, "ps", "dist"]
+    command = ["srun", "--nodes=1", "--ntasks=2", real.PYTHON, *program]
+    cluster.run(command, tmp_path, TMPDIR=str(tmp_path))
+    real.check_two_stores(one, 2, [[str(rank), "2", "0"] for rank in range(2)])
+    command = [*srun(), "-m", "penstock", "run", "--servers", 1, real.TWO_STORES, both, "dist", "ps"]
+    cluster.run(command, tmp_path, GLOO_SOCKET_IFNAME=INTERFACE)
+    real.check_two_stores(both, SIZE - 1, [["0", "2", "0"], ["1", "2", "0"], ["0", "1", "1"]])
 
 
 def test_a_batch_script_starts_tasks_and_is_none(cluster, tmp_path):

@@ -70,6 +70,29 @@ def test_the_table_names_groups_sizes_and_algorithms(measured):
     assert "2 workers:" in text and "tree" in text and "auto (" in text and "predicted" in text and "rank 1:" in text
 
 
+SLOW = """
+import time
+from penstock.measure import allreduce, sustained
+sustained.WINDOW_SECONDS = 0.05
+allreduce.WARM_ROUNDS, allreduce.ROUNDS_MIN = 0, 1
+turn = allreduce._Cell._turn
+allreduce._Cell._turn = lambda *given: (time.sleep({seconds}), turn(*given))[1]
+"""
+
+
+def test_ranks_that_stand_by_wait_as_long_as_a_round_takes(tmp_path):
+    """As over a slow line, where a round has calls that all end in time, and takes longer than one of them may."""
+    limit_s = 4
+    (tmp_path / "sitecustomize.py").write_text(SLOW.format(seconds=limit_s + 1))
+    options = ["--workers", "2", "--sizes", "100KB", "--algorithms", "tree", "--seconds", "0.01", "--json"]
+    told = {
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        "PENSTOCK_OPERATION_TIMEOUT_S": str(limit_s),
+    }
+    (cell,) = json.loads(measure("--local", "3", *options, **told).stdout)["cells"]
+    assert cell["workers"] == 2 and cell["calls"] >= 1
+
+
 @pytest.mark.long
 def test_the_command_prints_the_table():
     text = measure("--local", "2", "--sizes", "64", "--seconds", "0.01", "--algorithms", "tree,auto").stdout

@@ -82,6 +82,8 @@ class Files:
     def go_on_from(self, found: Found) -> None:
         """The store has this state now."""
         self.checkpoints.last, self.checkpoints.calls = found.file, found.number or 0
+        if found.number is not None:
+            self.checkpoints.has_read(Path(found.file).parent)
 
     def begin_checkpoint(self, caller: str, directory: Path, state: dict[str, Any], keep: int) -> str:
         """Begin to write a state as the checkpoint of the number of calls so far, and keep so many of the newest.

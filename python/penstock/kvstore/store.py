@@ -495,8 +495,8 @@ class KVStore:
             The file that is being written; None if it was not the time for one.
 
         Raises:
-            ConfigError: ``every`` or ``keep`` is below 1; there can be no such directory; safetensors is missing; the
-                checkpoint before could not be written. On all ranks.
+            ConfigError: ``every`` or ``keep`` is below 1; there can be no such directory, or another store writes
+                there; safetensors is missing; the checkpoint before could not be written. On all ranks.
             PeerLost: A rank was lost.
             Timeout: A rank did not come.
 

@@ -16,6 +16,8 @@ from penstock.launch.placement import THIS_MACHINE, Host, Seat
 
 __all__ = ["AgentLink", "command_for"]
 
+KILLED_S = 3.0
+"""For the end of a process that is killed."""
 AGENT = (sys.executable, "-m", "penstock.launch.agent")
 
 
@@ -74,6 +76,15 @@ class AgentLink:
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(encode(message))
             self.process.stdin.flush()
+
+    def ended_with(self, limit_s: float) -> int | None:
+        """What it ended with; None if it was there for so long after its end was due, and was killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(limit_s)
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel has it, and will end it or not
+            self.process.wait(KILLED_S)
+        return None
 
     def dismiss(self) -> None:
         """It ends, with whatever it has started."""

@@ -160,6 +160,11 @@ def run(options: argparse.Namespace) -> int:
         if task is not None:
             environment |= _asked_for(options, environment)
             command, environment = tasks.become(task, options, command, environment)
+            if environment.get("RANK") == "0" and not environment.get("MASTER_ADDR"):
+                _tell(
+                    f"{task} is set, and nothing says which host is rank 0's: a program that uses torch.distributed "
+                    "needs MASTER_ADDR and MASTER_PORT in the environment of all tasks"
+                )
             os.execvpe(command[0], command, environment)
         plan = _plan(options, environment, command)
     except ConfigError as error:

@@ -31,7 +31,7 @@ from penstock.launch.given_up import GivenUp
 from penstock.launch.output import Output
 from penstock.launch.placement import THIS_MACHINE, Host, Seat, shown, variables
 from penstock.launch.vacancies import Vacancies
-from penstock.launchers import OF_THE_JOB, MeetingPoint
+from penstock.launchers import OF_THE_JOB, MeetingPoint, beside
 
 __all__ = ["Interrupted", "JobFailed", "LaunchPlan", "Supervisor", "signal_name"]
 
@@ -217,9 +217,11 @@ class Supervisor:
 
     def _rendezvous(self) -> dict[str, str]:
         """Where workers and servers meet, if there are servers: a program may use MASTER_PORT for torch.distributed."""
-        if self._plan.joint or not any(seat.is_server for seat in self._seat_of.values()):
+        if not any(seat.servers for seat in self._seat_of.values()):
             return {}
-        point = MeetingPoint("tcp", self._meet[0], self._agents[self._first].ports[1])
+        # Launchers of one job have nothing in common but what each was told.
+        port = beside(self._meet[1]) if self._plan.joint else self._agents[self._first].ports[1]
+        point = MeetingPoint("tcp", self._meet[0], port)
         return {"PENSTOCK_RENDEZVOUS": str(point)}
 
     def _start(self, agent: AgentLink) -> None:
@@ -461,8 +463,11 @@ class Supervisor:
             if agent.door is not None:
                 self._forget(agent)
             return
-        status = agent.process.wait()
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        status = agent.ended_with(GONE_S)
+        if status is None:
+            how = f"closed its output, did not end within {GONE_S:g} s, and was ended"
+        else:
+            how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if not agent.said_hello:
             command = shlex.join(command_for(agent.host, self._plan.connect))
             failure = JobFailed(f"{agent.host.name} was not reached: `{command}` {how}", 1)
@@ -612,11 +617,9 @@ class Supervisor:
             agent.dismiss()
         deadline_s = time.monotonic() + GONE_S
         for agent in self._agents:
-            try:
-                agent.process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                agent.process.kill()
-                agent.process.wait()
+            if agent.ended_with(max(0.0, deadline_s - time.monotonic())) is None:
+                command = shlex.join(command_for(agent.host, self._plan.connect))
+                self._tell(f"{agent.host.name}: `{command}` did not end within {GONE_S:g} s, and was ended")
         for reader in self._readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
         self._output.close()

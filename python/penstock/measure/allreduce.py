@@ -34,6 +34,7 @@ from penstock.measure.sustained import sustained_rate
 
 if TYPE_CHECKING:
     from penstock._native import _Algorithm as Algorithm
+    from penstock.collectives import Future
     from penstock.coordinator import Rates
     from penstock.job import Job
 
@@ -128,7 +129,10 @@ class _Cell:
                 total += sum(times)
                 if counts:
                     self.seconds[name] += times[1:] if len(times) > 1 else times
-        Group(self._job.engine, 0, range(self._job.world_size), self._job.rank).barrier()
+        ended = Group(self._job.engine, 0, range(self._job.world_size), self._job.rank).barrier(async_=True)
+        # Each call of a round ends in time or ends the job; ranks that only stand by wait for all of them.
+        calls = 2 * (1 + ROW) * (len(self._algorithms) + len(CALIBRATIONS)) if self._workload is None else 1
+        cast("Future", ended).wait(calls * self._job.options.operation_timeout_s)
         return total
 
     def _turn(self, workload: _Workload, algorithm: str) -> list[float]:
