@@ -23,6 +23,7 @@ __all__ = [
     "WAYS",
     "Call",
     "Engine",
+    "MomentsKept",
     "Optimizer",
     "Roles",
     "Way",
@@ -30,6 +31,7 @@ __all__ = [
     "best_algorithm",
     "best_groups",
     "best_scheme",
+    "checksum",
     "digests",
     "fixed_terms",
     "local_rounds",
@@ -311,6 +313,24 @@ def summing_rate() -> float:
 
 def digests(ranges: list[tuple[int, int]]) -> list[int]:
     """64 bits of XXH3, as a signed number, of each range of memory, given as address and length in bytes."""
+
+def checksum(data: bytes, /) -> int:
+    """64 bits of XXH3, as a signed number, of these bytes."""
+
+@final
+class MomentsKept:
+    """What the program comes to, until it is taken: at most 262,144 moments."""
+
+    def __init__(self) -> None: ...
+    def note(self, what: int, /) -> None:
+        """The program comes to this now; of more than are kept, one is dropped, and counted."""
+
+    def take(self) -> tuple[bytes, int]:
+        """What was noted since the last call, in the order of time, and how much was dropped.
+
+        Of each there are two numbers of 64 bits, little end first: the time, on the clock of `time.monotonic_ns`, and
+        what it is.
+        """
 
 @final
 class Optimizer:
@@ -705,8 +725,11 @@ class Engine:
     def applied(self, book: int, tensors: list[int]) -> None:
         """Say that the last results of these tensors are applied. Nothing happens unless observations are kept."""
 
-    def observations(self) -> tuple[bytes, int]:
+    def observations(self, *, in_order: bool = True) -> tuple[bytes, int]:
         """What was observed of slices since the last call, in the order of time, and how much more was lost.
+
+        Not ``in_order`` they are as lanes have written them, one lane's after the other's, which takes a fraction of
+        the time.
 
         ``numpy.frombuffer(observations()[0], numpy.dtype(RECORD))`` is an array of records: ``time_ns`` on the clock of
         `time.monotonic_ns`; ``point``, an index into `POINTS`; book, layer, slice, seq; ``peer``, -1 for none;

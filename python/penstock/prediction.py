@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.plan import STORE, LayerPlan
@@ -85,7 +85,8 @@ class ModelCost:
 
     def facts(self) -> dict[str, Any]:
         """Fit for JSON; `read` reads it."""
-        return asdict(self)
+        # A trace asks while the program trains; `dataclasses.asdict` would hold the interpreter for milliseconds.
+        return {**vars(self), "layers": tuple(dict(vars(layer)) for layer in self.layers)}
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> ModelCost:

@@ -115,7 +115,7 @@ class Ranks:
             begun = {"unit": UNIT_NS, "start": 10_000, "late": late, "is_late": rank == self.late}
             probes = {"probe_book": LATE_BOOK, "first_probe": watch._probes_before + 1}
             moments, self.engines[rank].packed = kept(rank, 1 - rank, ROUNDS - 1, **begun, **probes)
-            self.moments[rank]._kept.frombytes(moments)
+            self.moments[rank].take = lambda: (moments, 0)
 
     def until(self, rounds):
         while self.closed < rounds:

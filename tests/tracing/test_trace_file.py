@@ -1,12 +1,15 @@
 """A rank's file: whole, torn at any byte, damaged at any byte, and what is none at all."""
 
 import json
+import os
+import threading
+import time
 
 import pytest
 
 from penstock._native import POINTS, RECORD
 from penstock.tracing import journeys
-from penstock.tracing.moments import MOMENTS
+from penstock.tracing.moments import MOMENTS, NO_LAYER, Moments, coded, decoded
 from penstock.tracing.trace_file import BadTrace, TraceFile, read
 
 HEADER = {
@@ -43,6 +46,37 @@ def test_what_was_written_is_read(whole):
     assert (found.lost, found.dropped) == (5, 3)
     assert (found.end["slices"], found.end["why"]) == (4, "20 steps")
     assert found.books[0]["layers"] == ["a", "b"] and len(found.clocks) == 4
+
+
+def test_a_disk_that_takes_some_bytes_at_a_time_gets_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:7]))
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[:11]))
+    file = TraceFile(tmp_path / "rank-2.trace", HEADER)
+    file.block("records", RECORDS, 0)
+    file.end(slices=2)
+    found = read(file.path, RECORD)
+    assert (found.records, found.torn, file.nbytes) == (RECORDS, None, file.path.stat().st_size)
+
+
+def test_what_the_program_notes_is_taken_once_from_all_threads_in_the_order_of_time():
+    moments = Moments(None)
+    what = [coded(0, 3, layer) for layer in range(2000)]
+    before = time.monotonic_ns()
+    threads = [threading.Thread(target=lambda: [moments.note(one) for one in what]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    packed, dropped = moments.take()
+    after = time.monotonic_ns()
+    noted = list(decoded(packed))
+    times = [at for at, *_ in noted]
+    assert times == sorted(times) and before <= times[0] <= times[-1] <= after and dropped == 0
+    assert sorted(rest for _, *rest in noted) == sorted([0, 3, layer] for layer in [*range(2000)] * 2)
+    moments.note(coded(13, 65535, NO_LAYER))
+    ((_, *last),) = decoded(moments.take()[0])
+    assert last == [13, 65535, NO_LAYER] and moments.take() == (b"", 0)
 
 
 def test_a_file_that_is_there_is_not_written_over(whole):
@@ -91,6 +125,7 @@ def test_a_byte_that_has_changed_is_noticed_in_records_and_lengths(whole):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"penstock_trace": 1}, "has format 1, and this version of Penstock reads 2: merge it by the version that"),
         ({"penstock_trace": 9}, "has format 9"),
         ({"rank": "2"}, "does not say rank"),
         ({"job": None}, "does not say job"),

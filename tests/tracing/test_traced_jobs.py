@@ -13,9 +13,9 @@ import programs
 import pytest
 from opened import opened
 
-from penstock._native import RECORD
+from penstock._native import RECORD, checksum
 from penstock.cli import main
-from penstock.tracing import merging, trace_file
+from penstock.tracing import merging
 from penstock.tracing.moments import NO_LAYER, STEP_ENDS, decoded
 
 pytestmark = pytest.mark.slow
@@ -123,7 +123,7 @@ def moved(path, by_ns):
                 struct.pack("<qq", time + by_ns, what) for time, what in struct.iter_unpack("<qq", payload)
             )
         if payload:
-            said["crc32"] = trace_file.zlib.crc32(payload)
+            said["xxh3"] = checksum(payload)
         found.append(json.dumps(said).encode() + b"\n" + payload)
     path.write_bytes(b"".join(found))
 

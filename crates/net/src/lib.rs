@@ -35,6 +35,6 @@ pub use accounting::{Busy, Phase};
 pub use call::Handle;
 pub use engine::{AddressRange, CallPart, Engine, EngineConfig, Landed, Lent, Until};
 pub use failure::{Failure, Stop};
-pub use observed::{Observations, Record};
+pub use observed::{MomentBuffer, Observations, Record};
 pub use report::{BookReport, LayerReport, PeerReport, Report};
 pub use summing::summing_rate;

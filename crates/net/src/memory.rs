@@ -295,7 +295,7 @@ impl Pool {
 
 /// Memory of zeros, so that views are initialised; for large buffers that costs nothing, as the system hands out zeroed
 /// pages. The layout has a size above 0.
-fn obtain(layout: Layout) -> Option<NonNull<u8>> {
+pub(crate) fn obtain(layout: Layout) -> Option<NonNull<u8>> {
     if layout.size() < MAPPED_BYTES_MIN {
         // SAFETY: the size is above 0.
         return NonNull::new(unsafe { alloc_zeroed(layout) });
@@ -310,7 +310,7 @@ fn obtain(layout: Layout) -> Option<NonNull<u8>> {
 ///
 /// # Safety
 /// `start` came from `obtain` with this layout, and nothing refers to it any more.
-unsafe fn give_back(start: NonNull<u8>, layout: Layout) {
+pub(crate) unsafe fn give_back(start: NonNull<u8>, layout: Layout) {
     if layout.size() < MAPPED_BYTES_MIN {
         // SAFETY: allocated with this layout.
         unsafe { dealloc(start.as_ptr(), layout) };

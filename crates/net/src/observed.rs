@@ -2,11 +2,16 @@
 //!
 //! A lane never waits for a reader and allocates nothing: it overwrites the oldest. A reader takes no lock that a lane takes; it
 //! copies, and then looks how far the writer has come meanwhile: what may have been overwritten under its eyes does not count.
+//!
+//! Beside them is what the program itself comes to ([`MomentBuffer`]), in an array that who reads it takes.
 
+use crate::memory::{give_back, obtain};
 use parking_lot::Mutex;
 use penstock_core::node::Node;
 use penstock_core::observe::{Counters, Observation, Observe, Point};
 use penstock_core::types::{BookId, LayerId, Rank, Seq, SliceId};
+use std::alloc::{Layout, handle_alloc_error};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -79,22 +84,52 @@ impl Record {
             kind: (what >> 24) as u8,
         }
     }
+}
 
-    /// As [`Record::FIELDS`] say.
-    #[must_use]
-    pub fn encode(&self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        for (bytes, word) in bytes.chunks_exact_mut(8).zip(self.words()) {
-            bytes.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+/// A record as it is in a ring, and, word by word, encoded.
+type RecordWords = [u64; 4];
+
+/// Room for records, of zeros. Large ones are mapped and not the allocator's: so where the program's own memory lies, and when it goes
+/// back to the system, does not depend on whether there are rings; and pages that no record comes to are never made.
+struct RingMemory {
+    start: NonNull<[AtomicU64; 4]>,
+    len: usize,
+    layout: Layout,
+}
+
+// SAFETY: atomics, at an address that does not change.
+unsafe impl Send for RingMemory {}
+// SAFETY: as above.
+unsafe impl Sync for RingMemory {}
+
+impl RingMemory {
+    fn new(len: usize) -> Self {
+        let layout = Layout::array::<[AtomicU64; 4]>(len).expect("rings are far below the address space");
+        let Some(start) = obtain(layout) else { handle_alloc_error(layout) };
+        Self { start: start.cast(), len, layout }
+    }
+}
+
+impl std::ops::Deref for RingMemory {
+    type Target = [[AtomicU64; 4]];
+
+    fn deref(&self) -> &Self::Target {
+        // SAFETY: so many of them, aligned as the layout says; zeros are atomics.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for RingMemory {
+    fn drop(&mut self) {
+        // SAFETY: obtained with this layout, and its owner is gone.
+        unsafe { give_back(self.start.cast(), self.layout) };
     }
 }
 
 /// The last records of one thread, or of threads that take turns.
 pub(crate) struct Ring {
     /// A power of two of them.
-    places: Box<[[AtomicU64; 4]]>,
+    places: RingMemory,
     /// Records written since the beginning.
     written: AtomicU64,
 }
@@ -102,8 +137,12 @@ pub(crate) struct Ring {
 impl Ring {
     /// For so many records, or somewhat more.
     fn new(records: usize) -> Self {
-        let places = (0..records.next_power_of_two().max(2)).map(|_| Default::default()).collect();
-        Self { places, written: AtomicU64::new(0) }
+        Self { places: RingMemory::new(records.next_power_of_two().max(2)), written: AtomicU64::new(0) }
+    }
+
+    /// How many records there were after the first `from`, as far as they can still be there.
+    fn len_after(&self, from: u64) -> usize {
+        (self.written.load(Ordering::Acquire) - from).min(self.places.len() as u64) as usize
     }
 
     /// Only one thread at a time may do so.
@@ -121,14 +160,14 @@ impl Ring {
 
     /// Appends what was written after the first `from` records and is still there; returns how many were written, and how many of
     /// those after `from` are lost.
-    fn read(&self, from: u64, into: &mut Vec<Record>) -> (u64, u64) {
+    fn read(&self, from: u64, into: &mut Vec<RecordWords>) -> (u64, u64) {
         let len = self.places.len() as u64;
         let end = self.written.load(Ordering::Acquire);
         let begin = from.max(end.saturating_sub(len));
         let first = into.len();
         for at in begin..end {
             let place = &self.places[at as usize & (self.places.len() - 1)];
-            into.push(Record::of([0, 1, 2, 3].map(|word| place[word].load(Ordering::Relaxed))));
+            into.push([0, 1, 2, 3].map(|word| place[word].load(Ordering::Relaxed)));
         }
         fence(Ordering::Acquire);
         // The place of the next record may be half written.
@@ -213,13 +252,88 @@ fn record(
     ring.push(&Record { time_ns, seq, layer, slice, payload_bytes, peer, book, point, kind });
 }
 
-/// What was observed since the last call, in the order of time.
+/// What was observed since the last call: of one lane after the other, and of the program.
 #[derive(Debug, Clone, Default)]
 pub struct Observations {
-    /// Of all lanes and the program.
-    pub records: Vec<Record>,
+    /// The records.
+    words: Vec<RecordWords>,
     /// How many more there were, which newer ones have overwritten.
     pub lost: u64,
+}
+
+impl Observations {
+    /// Puts them in the order of time. It takes longer than all else that is done with them here; who writes them can do without.
+    #[must_use]
+    pub fn in_order(mut self) -> Self {
+        // Those of one time stay in the order in which they were written.
+        self.words.sort_by_key(|words| words[0]);
+        self
+    }
+
+    /// The records, as they lie.
+    pub fn records(&self) -> impl Iterator<Item = Record> {
+        self.words.iter().copied().map(Record::of)
+    }
+
+    /// Bytes of all records, encoded.
+    #[must_use]
+    pub fn encoded_bytes(&self) -> usize {
+        self.words.len() * Record::BYTES
+    }
+
+    /// Encodes them as [`Record::FIELDS`] say, into so many bytes.
+    pub fn encode(&self, into: &mut [u8]) {
+        encode(self.words.as_flattened(), into);
+    }
+}
+
+fn encode(words: &[u64], into: &mut [u8]) {
+    for (bytes, word) in into.chunks_exact_mut(size_of::<u64>()).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+}
+
+/// What the program comes to, each with its time, until somebody takes it. Threads take turns for an addition's time.
+#[derive(Debug, Default)]
+pub struct MomentBuffer {
+    kept: Mutex<MomentsNoted>,
+}
+
+#[derive(Debug, Default)]
+struct MomentsNoted {
+    moments: Vec<[u64; 2]>,
+    dropped: u64,
+}
+
+impl MomentBuffer {
+    /// Bytes of an encoded one: its time, and what it is.
+    pub const BYTES: usize = 16;
+    /// Kept at a time; what comes beyond them is counted, and dropped.
+    pub const KEPT_MAX: usize = 1 << 18;
+
+    /// The program comes to this now.
+    pub fn note(&self, what: u64) {
+        let mut kept = self.kept.lock();
+        if kept.moments.len() < Self::KEPT_MAX {
+            kept.moments.push([now_ns(), what]);
+        } else {
+            kept.dropped += 1;
+        }
+    }
+
+    /// What was noted since the last call, in the order of time, and how much was dropped.
+    pub fn take(&self) -> (Vec<[u64; 2]>, u64) {
+        let mut kept = self.kept.lock();
+        // As much room as was needed: who notes the next ones need not grow it step by step.
+        let room = kept.moments.len();
+        let taken = std::mem::replace(&mut kept.moments, Vec::with_capacity(room));
+        (taken, std::mem::take(&mut kept.dropped))
+    }
+
+    /// Encodes taken ones: in each place, two numbers of 64 bits, little end first.
+    pub fn encode(taken: &[[u64; 2]], into: &mut [u8]) {
+        encode(taken.as_flattened(), into);
+    }
 }
 
 /// All rings of a process.
@@ -252,7 +366,8 @@ impl Rings {
         let mut all = Observations::default();
         let mut taken = self.taken.lock();
         let mut take = |ring: &Ring, taken: &mut u64| {
-            let (end, lost) = ring.read(*taken, &mut all.records);
+            all.words.reserve(ring.len_after(*taken));
+            let (end, lost) = ring.read(*taken, &mut all.words);
             *taken = end;
             all.lost += lost;
         };
@@ -260,8 +375,6 @@ impl Rings {
             self.lanes.iter().zip(of_lanes).for_each(|(ring, taken)| take(ring, taken));
             take(&self.program.lock(), of_program);
         }
-        // Those of one time stay in the order in which they were written.
-        all.records.sort_by_key(|record| record.time_ns);
         all
     }
 }
@@ -299,20 +412,50 @@ mod tests {
         }
     }
 
+    fn read_of(ring: &Ring, from: u64, into: &mut Vec<Record>) -> (u64, u64) {
+        let mut words = Vec::new();
+        let found = ring.read(from, &mut words);
+        into.extend(words.into_iter().map(Record::of));
+        found
+    }
+
     #[test]
     fn the_last_records_are_kept_and_the_others_counted() {
         let ring = Ring::new(8);
         let mut read = Vec::new();
         (0..5).for_each(|number| ring.push(&record(number)));
-        assert_eq!(ring.read(0, &mut read), (5, 0));
+        assert_eq!(read_of(&ring, 0, &mut read), (5, 0));
         assert_eq!(read, [0, 1, 2, 3, 4].map(record));
         read.clear();
         (5..30).for_each(|number| ring.push(&record(number)));
         // The oldest of eight places counts as being written.
-        assert_eq!(ring.read(5, &mut read), (30, 18));
+        assert_eq!(read_of(&ring, 5, &mut read), (30, 18));
         assert_eq!(read, [23, 24, 25, 26, 27, 28, 29].map(record));
         read.clear();
-        assert_eq!((ring.read(30, &mut read), read.len()), ((30, 0), 0));
+        assert_eq!((read_of(&ring, 30, &mut read), read.len()), ((30, 0), 0));
+    }
+
+    /// So whoever begins a trace does not pay for memory that is not used, and none of it is taken from the program's allocator.
+    #[test]
+    fn pages_of_a_ring_are_made_when_records_come_to_them() {
+        let ring = Ring::new(1 << 17);
+        let resident = || {
+            let mut pages = vec![0u8; ring.places.layout.size() / 4096];
+            // SAFETY: a whole mapping of this size, and as many bytes as it has pages, or more.
+            let code = unsafe {
+                libc::mincore(
+                    ring.places.start.as_ptr().cast(),
+                    ring.places.layout.size(),
+                    pages.as_mut_ptr(),
+                )
+            };
+            assert_eq!(code, 0, "{}", std::io::Error::last_os_error());
+            pages.iter().filter(|&&page| page & 1 == 1).count()
+        };
+        assert_eq!(resident(), 0);
+        ring.push(&record(1));
+        // One; or where the system makes large pages, one of those.
+        assert!((1..=512).contains(&resident()), "{}", resident());
     }
 
     /// A writer that never waits, and a reader that looks as often as it can: each record is read once and whole, or counted.
@@ -327,7 +470,7 @@ mod tests {
             while next < RECORDS {
                 let before = next;
                 let missed;
-                (next, missed) = ring.read(before, &mut read);
+                (next, missed) = read_of(&ring, before, &mut read);
                 for (place, found) in read.drain(..).enumerate() {
                     assert_eq!(found, record(before + missed + place as u64));
                     seen += 1;
@@ -336,5 +479,40 @@ mod tests {
             }
             assert_eq!(seen + lost, RECORDS);
         });
+    }
+
+    #[test]
+    fn what_is_taken_lies_as_the_threads_wrote_it_until_it_is_put_in_order() {
+        let rings = Rings::new(2, 8).unwrap();
+        [5, 1].iter().for_each(|&number| rings.lanes[0].push(&record(number)));
+        rings.lanes[1].push(&record(3));
+        rings.of_program([record(4), record(2)].into_iter());
+        let taken = rings.take();
+        let times = |taken: &Observations| taken.records().map(|record| record.time_ns).collect::<Vec<_>>();
+        assert_eq!(times(&taken), [5, 1, 3, 4, 2]);
+        let mut bytes = vec![0; taken.encoded_bytes()];
+        taken.encode(&mut bytes);
+        assert_eq!(bytes.len(), 5 * Record::BYTES);
+        assert_eq!(bytes[Record::BYTES..][..8], 1u64.to_le_bytes());
+        let in_order = taken.in_order();
+        assert_eq!(times(&in_order), [1, 2, 3, 4, 5]);
+        assert_eq!(in_order.records().collect::<Vec<_>>(), [1, 2, 3, 4, 5].map(record));
+        assert_eq!(times(&rings.take()), []);
+    }
+
+    #[test]
+    fn moments_are_taken_once_in_the_order_of_time_and_no_more_are_kept_than_there_is_room_for() {
+        let moments = MomentBuffer::default();
+        (0..MomentBuffer::KEPT_MAX as u64 + 3).for_each(|what| moments.note(what));
+        let (taken, dropped) = moments.take();
+        assert_eq!((taken.len(), dropped), (MomentBuffer::KEPT_MAX, 3));
+        assert!(taken.is_sorted_by_key(|moment| moment[0]) && taken[0][0] > 0);
+        assert!(taken.iter().zip(0..).all(|(moment, what)| moment[1] == what));
+        moments.note(7);
+        let (taken, dropped) = moments.take();
+        assert_eq!((taken.len(), taken[0][1], dropped), (1, 7, 0));
+        let mut bytes = [0; MomentBuffer::BYTES];
+        MomentBuffer::encode(&taken, &mut bytes);
+        assert_eq!(bytes[8..], 7u64.to_le_bytes());
     }
 }

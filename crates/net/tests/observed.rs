@@ -37,8 +37,9 @@ fn train(engine: &Engine) -> Observations {
 fn every_slice_is_seen_at_each_point_of_its_journey_in_order() {
     let seen = on_all(job_with(RANKS, |_| {}), |engine, _| train(engine));
     let mut journeys: BTreeMap<_, Vec<(u32, Record)>> = BTreeMap::new();
-    for (rank, Observations { records, lost }) in seen.into_iter().enumerate() {
-        assert_eq!(lost, 0);
+    for (rank, seen) in seen.into_iter().enumerate() {
+        assert_eq!(seen.lost, 0);
+        let records: Vec<Record> = seen.in_order().records().collect();
         assert!(records.is_sorted_by_key(|record| record.time_ns));
         for record in records {
             journeys.entry((record.slice, record.seq)).or_default().push((rank as u32, record));
@@ -77,9 +78,10 @@ fn no_more_is_kept_than_was_asked_for_and_the_rest_is_counted() {
     let few = on_all(job_with(RANKS, |config| (config.lanes, config.observations) = (2, 16)), |engine, _| {
         train(engine)
     });
-    let total: u64 = few.iter().map(|Observations { records, lost }| records.len() as u64 + lost).sum();
+    let total: u64 = few.iter().map(|seen| seen.records().count() as u64 + seen.lost).sum();
     assert_eq!(total, SLICES as u64 * u64::from(ROUNDS) * 13);
-    for Observations { records, .. } in few {
+    for seen in few {
+        let records: Vec<Record> = seen.records().collect();
         // Of two lanes and the program; one of a ring may be being written.
         assert_eq!(records.len(), 3 * 15);
         assert!(records.iter().all(|record| record.seq == ROUNDS), "the newest: {records:?}");
@@ -92,5 +94,5 @@ fn where_nothing_is_kept_nothing_is_seen() {
         assert!(!engine.is_observed());
         train(engine)
     });
-    assert!(none.iter().all(|Observations { records, lost }| records.is_empty() && *lost == 0));
+    assert!(none.iter().all(|seen| seen.records().count() == 0 && seen.lost == 0));
 }

@@ -1,4 +1,4 @@
-//! Digests of memory, by which ranks compare what they hold.
+//! Digests of memory, by which ranks compare what they hold; and of bytes in a file.
 
 use crate::errors::bad_argument;
 use pyo3::prelude::*;
@@ -19,4 +19,11 @@ pub(crate) fn digests(py: Python<'_>, ranges: Vec<(usize, usize)>) -> PyResult<V
         xxh3_64(bytes).cast_signed()
     };
     Ok(py.detach(|| ranges.iter().map(digest).collect()))
+}
+
+/// The same of bytes that Python holds.
+#[pyfunction]
+#[pyo3(signature = (data, /))]
+pub(crate) fn checksum(py: Python<'_>, data: &[u8]) -> i64 {
+    py.detach(|| xxh3_64(data).cast_signed())
 }

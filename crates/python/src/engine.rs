@@ -11,9 +11,7 @@ use penstock_core::layout::Tensor;
 use penstock_core::membership::{JobState, RoundsOver};
 use penstock_core::types::GroupId;
 use penstock_core::{Book, BookId, Gives, Op, Rank, Route, Seq, Slicing, Step, Submission, TensorId};
-use penstock_net::{
-    AddressRange, EngineConfig, Failure, Landed, Lent, Observations, Phase, Record, Stop, Until,
-};
+use penstock_net::{AddressRange, EngineConfig, Failure, Landed, Lent, Observations, Phase, Stop, Until};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::ptr::NonNull;
@@ -571,14 +569,18 @@ impl Engine {
         py.detach(|| self.engine.observe(records)).map_err(raise)
     }
 
-    fn observations<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, u64)> {
-        let Observations { records, lost } = py.detach(|| self.engine.observations()).map_err(raise)?;
-        let bytes = PyBytes::new_with(py, records.len() * Record::BYTES, |bytes| {
-            let places = bytes.chunks_exact_mut(Record::BYTES);
-            places.zip(&records).for_each(|(place, record)| place.copy_from_slice(&record.encode()));
+    #[pyo3(signature = (*, in_order=true))]
+    fn observations<'py>(&self, py: Python<'py>, in_order: bool) -> PyResult<(Bound<'py, PyBytes>, u64)> {
+        let take = || {
+            let found = self.engine.observations()?;
+            Ok(if in_order { found.in_order() } else { found })
+        };
+        let found: Observations = py.detach(take).map_err(raise)?;
+        let bytes = PyBytes::new_with(py, found.encoded_bytes(), |bytes| {
+            found.encode(bytes);
             Ok(())
         })?;
-        Ok((bytes, lost))
+        Ok((bytes, found.lost))
     }
 
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -5,6 +5,7 @@ mod cost;
 mod digest;
 mod engine;
 mod errors;
+mod moments;
 mod optimizer;
 mod report;
 mod roles;
@@ -42,9 +43,11 @@ mod _native {
         step_times, summing_rate,
     };
     #[pymodule_export]
-    use super::digest::digests;
+    use super::digest::{checksum, digests};
     #[pymodule_export]
     use super::engine::Engine;
+    #[pymodule_export]
+    use super::moments::MomentsKept;
     #[pymodule_export]
     use super::optimizer::Twin;
     #[pymodule_export]

@@ -1,7 +1,7 @@
 """What the program comes to, and when: the side of a trace that nodes do not see.
 
-A moment is noted where it happens, on the thread that trains, so it must be quick: two numbers are appended to an
-array, some 200 ns. While no trace is written nothing is noted, and what is left is a look at `Moments.on`.
+A moment is noted where it happens, on the thread that trains, so it must be quick: the engine's side appends two
+numbers to an array. While no trace is written nothing is noted, and what is left is a look at `Moments.on`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from penstock._native import MomentsKept
 
 if TYPE_CHECKING:
     from penstock._native import Engine
@@ -66,8 +67,6 @@ MOMENTS: Final = (
 ) = range(len(MOMENTS))
 
 NO_LAYER: Final = (1 << 32) - 1
-MOMENTS_MAX = 1 << 18
-"""That wait to be written, 16 bytes each; more are counted, and dropped."""
 
 
 class StepJudge(Protocol):
@@ -89,6 +88,8 @@ class Moments:
 
     Attributes:
         on: Whether anything is kept.
+        note: Called where the program has come to something (see `coded`), with what it is, from any thread. Only
+            while `on`.
         steps: Steps that are over: calls of `step` of the optimizer that called it first, or, where none does, backward
             passes of the model that had one first.
         counting: The book of the gradients whose steps these are, once there is one.
@@ -113,16 +114,8 @@ class Moments:
         self.judge: StepJudge | None = None
         self.keeper: object | None = None
         self.keeping = threading.Lock()
-        self._kept = array("q")  # of each its time, and what it is
-        self._dropped = 0
-
-    def note(self, what: int) -> None:
-        """The program has come to this (see `coded`), now. Only while `on`."""
-        kept = self._kept
-        if len(kept) < 2 * MOMENTS_MAX:
-            kept.extend((monotonic_ns(), what))  # at once: another thread may note, too
-        else:
-            self._dropped += 1
+        self._kept = MomentsKept()
+        self.note: Final = self._kept.note  # no call of ours lies between
 
     def during(self, begins: int, book: int, layer: int) -> AbstractContextManager[None]:
         """Note the beginning and the end of what is done within; the end's number is the next one."""
@@ -159,15 +152,8 @@ class Moments:
                 self.at_step(self.steps)
 
     def take(self) -> tuple[bytes, int]:
-        """What was noted since the last call, in the order of time of each thread, and how much was dropped."""
-        kept, dropped = self._kept, self._dropped
-        count = len(kept)
-        taken = kept[:count]
-        del kept[:count]  # what came meanwhile stays
-        self._dropped -= dropped
-        if sys.byteorder == "big":
-            taken.byteswap()
-        return taken.tobytes(), dropped
+        """What was noted since the last call, in the order of time, and how much was dropped."""
+        return self._kept.take()
 
 
 def coded(moment: int, book: int, layer: int = NO_LAYER) -> int:

@@ -245,7 +245,7 @@ class Trace:
                     for number, one in enumerate(self._engine.report()["books"])
                 ]
             )
-        packed, lost = self._engine.observations()
+        packed, lost = self._engine.observations(in_order=False)  # who merges puts them in order
         self._file.block("records", packed, lost)
         self._file.block("moments", *self._moments.take())
         return len(packed) // RECORD_BYTES + lost

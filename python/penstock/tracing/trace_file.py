@@ -3,17 +3,18 @@
 The first line says whose file it is and on which clock; each block is complete in itself, so all that was written
 before a process was killed can be read. The last line says that nothing is missing.
 
-    {"penstock_trace": 1, "job": ..., "rank": 3, ...}
+    {"penstock_trace": 2, "job": ..., "rank": 3, ...}
     {"block": "books", "books": [{"name": ..., "layers": [...], "asynchronous": false, "cost": null}, ...]}
-    {"block": "records", "nbytes": 64, "crc32": ..., "lost": 0, "clock": [...]}
+    {"block": "records", "nbytes": 64, "xxh3": ..., "lost": 0, "clock": [...]}
     ... 64 bytes ...
-    {"block": "moments", "nbytes": 16, "crc32": ..., "lost": 0}
+    {"block": "moments", "nbytes": 16, "xxh3": ..., "lost": 0}
     ... 16 bytes ...
     {"block": "end", "slices": 1, "why": "20 steps"}
 
-Times are those of the system's monotonic clock, in nanoseconds. ``clock`` has that and the time of day at one moment.
-``start`` in the first line says how the rank was started (`penstock.launchers.Launch.facts`), ``cost`` of a book what
-the cost model says of its layers (`penstock.prediction.ModelCost.facts`); of several such blocks the last one counts.
+Records lie in no order. Times are those of the system's monotonic clock, in nanoseconds. ``clock`` has that and the
+time of day at one moment. ``xxh3`` is the checksum of the bytes that follow. ``start`` in the first line says how the
+rank was started (`penstock.launchers.Launch.facts`), ``cost`` of a book what the cost model says of its layers
+(`penstock.prediction.ModelCost.facts`); of several such blocks the last one counts.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from __future__ import annotations
 import json
 import os
 import time
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from penstock._native import checksum
 from penstock.tracing.moments import MOMENTS
 
 __all__ = ["SUFFIX", "BadTrace", "RankTrace", "TraceFile", "clock", "read"]
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".trace"
 LINE_BYTES_MAX = 64 << 20
 """Of names of layers, at most; the rest is shorter."""
@@ -71,8 +72,8 @@ class TraceFile:
     def block(self, name: str, packed: bytes, lost: int) -> None:
         """Records, or moments; nothing is written if there are none, and none were lost."""
         if packed or lost:
-            said = {"block": name, "nbytes": len(packed), "crc32": zlib.crc32(packed), "lost": lost, "clock": clock()}
-            self._write(_line(said) + packed)
+            said = {"block": name, "nbytes": len(packed), "xxh3": checksum(packed), "lost": lost, "clock": clock()}
+            self._write(_line(said), packed)
 
     def books(self, books: list[dict[str, Any]]) -> None:
         """The books that are open by now, with their layers."""
@@ -87,11 +88,13 @@ class TraceFile:
         """Close it as it is."""
         os.close(self._descriptor)
 
-    def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._descriptor, left) :]
-        self.nbytes += len(data)
+    def _write(self, line: bytes, packed: bytes = b"") -> None:
+        written = os.writev(self._descriptor, [line, packed])
+        if written < len(line) + len(packed):  # of a disk that is almost full, or interrupted
+            left = memoryview(line + packed)[written:]
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        self.nbytes += len(line) + len(packed)
 
 
 def _line(value: dict[str, Any]) -> bytes:
@@ -227,7 +230,7 @@ def _take(file: IO[bytes], found: RankTrace, said: dict[str, Any], number: int) 
         packed = file.read(nbytes)
         if len(packed) < nbytes:
             return f"it ends in the middle of block {number}"
-        if zlib.crc32(packed) != said.get("crc32"):
+        if checksum(packed) != said.get("xxh3"):
             raise BadTrace(f"{found.path}: block {number} has not the checksum that it should have; it is damaged")
         if kind == "records":
             found.records += packed
