@@ -14,6 +14,17 @@ from pathlib import Path
 from typing import Any
 
 
+class FakeMoments:
+    """Stands where `penstock._native.MomentsKept` does, and keeps none."""
+
+    def note(self, what: int) -> None:
+        """See `penstock._native`."""
+
+    def take(self) -> tuple[bytes, int]:
+        """See `penstock._native`."""
+        return b"", 0
+
+
 class FakeEngine:
     """Stands where `penstock._native.Engine` does."""
 
@@ -71,5 +82,6 @@ def install(calls_path: Path | None = None) -> type[FakeEngine]:
     FakeEngine.calls_path = calls_path
     native = types.ModuleType("penstock._native")
     native.Engine = FakeEngine  # type: ignore[attr-defined]
+    native.MomentsKept = FakeMoments  # type: ignore[attr-defined]
     sys.modules["penstock._native"] = native
     return FakeEngine
