@@ -556,7 +556,8 @@ class Engine:
         rank (`submit_gather`); its dtype is bytes.
 
         A sixth entry is the wire type: f32 in the store may travel as f16 or bf16, and is summed in f32 all the same.
-        A seventh is the rank that owns all slices of the tensor, which are in the store; without it they are dealt.
+        A seventh is the rank that owns the tensor. In the store it owns all slices; without it they are dealt. Of a
+        gather it alone gets the contributions; to others they are empty.
 
         Until `set_priorities`, a layer's place in the forward pass is its index.
 
@@ -594,12 +595,8 @@ class Engine:
     ) -> int:
         """Contribute nothing; the memory (which may be uninitialised) receives the result, as in `submit`."""
 
-    def submit_gather(
-        self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False, only_to: int | None = None
-    ) -> int:
+    def submit_gather(self, book: int, tensor: int, ptr: int, nbytes: int, step: int, more: bool = False) -> int:
         """Contribute these bytes, which may be none, to a tensor's next gather; what came of the last one is dropped.
-
-        With ``only_to`` that rank alone gets them; to all others the contribution is empty.
 
         Returns a token, as `submit` does; the memory must not be changed before it is released.
         """

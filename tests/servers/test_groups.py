@@ -95,9 +95,18 @@ def test_rows_go_once_to_each_other_group(tmp_path):
 
 @pytest.mark.parametrize("who", [[], pytest.param(["update"], marks=pytest.mark.long)], ids=["workers", "owner"])
 def test_factors_reach_an_owner_in_another_group(tmp_path, alone, who):
-    """Two layers by Project Adam's scheme; whether workers update, or the owner does."""
-    _, found = trained(tmp_path / "owner", UNEVEN, "double", "owner", *who)
+    """Two layers by Project Adam's scheme; whether workers update, or the owner does. Nobody gets more."""
+    results, found = trained(tmp_path / "owner", UNEVEN, "double", "owner", *who)
     torch.testing.assert_close(found, alone[1], rtol=1e-10, atol=1e-10)
+    first, second = ([result["layers"][layer] for result in results] for layer in "02")
+    rows, answer = first[2], first[0]
+    assert STEPS * 8 * 9 * (40 + 300) <= rows <= STEPS * (8 * 9 * (40 + 300) + 100)
+    assert STEPS * 8 * (40 + 1) * 300 <= answer <= STEPS * (8 * (40 + 1) * 300 + 100)
+    assert first == [answer, 3 * rows + 2 * answer, rows, rows], "rank 0 is the owner, rank 1 leads the others"
+    rows, answers = second[0], second[1]
+    assert STEPS * 8 * 9 * (300 + 200) <= rows <= STEPS * (8 * 9 * (300 + 200) + 100)
+    assert STEPS * 8 * (300 + 1) * 200 <= answers / 3 <= STEPS * (8 * (300 + 1) * 200 + 100)
+    assert second == [rows, answers, rows, rows], "rank 1 is the owner"
 
 
 @pytest.mark.long

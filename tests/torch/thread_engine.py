@@ -39,7 +39,7 @@ class Exchange:
     wire: str | None = None  # the type to which numbers are rounded on their way
     given: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by rank; None: absent
     steps: dict[int, int] = field(default_factory=dict)  # by rank
-    only_to: dict[int, int | None] = field(default_factory=dict)  # by rank, in a gather
+    owner: int | None = None  # in a gather who alone gets contributions
     result: torch.Tensor | None = None
     done: bool = False
     mismatch: ModelMismatch | None = None  # who waits for the result is told this instead
@@ -229,9 +229,9 @@ class FakeEngine:
         if self.hub.failed is not None:
             raise PeerLost(str(self.hub.failed), rank=self.hub.failed.rank)
 
-    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False, only_to=None) -> int:
+    def submit_gather(self, book, tensor, ptr, nbytes, step, more=False) -> int:
         self._check()
-        label, layer, dtype, most, scheme = self.books[book][2][tensor]
+        label, layer, dtype, most, scheme, *owner = self.books[book][2][tensor]
         assert (dtype, scheme) == ("bytes", "gather") and nbytes <= most, (label, nbytes, most)
         assert (book, tensor) not in self.flights, f"{label} is in flight already"
         memory = torch.empty(0, dtype=torch.uint8)
@@ -243,7 +243,7 @@ class FakeEngine:
             self.seqs[book][tensor] += 1
             exchange = hub.exchanges.setdefault(key, Exchange(self.books[book][1][layer], "gather", dtype))
             exchange.steps[self.rank] = step
-            exchange.given[self.rank], exchange.only_to[self.rank] = memory.clone(), only_to
+            exchange.given[self.rank], exchange.owner = memory.clone(), owner[1] if owner else None
             hub.submissions.append((self.rank, self.books[book][0], label, "present"))
             hub.gathered_bytes += nbytes
             self.token += 1
@@ -261,7 +261,7 @@ class FakeEngine:
         """How many bytes of a rank's contribution are there on this one."""
         if rank not in exchange.given:
             return None
-        meant = exchange.only_to[rank] in (None, self.rank) or rank == self.rank
+        meant = exchange.owner in (None, self.rank) or rank == self.rank
         return len(exchange.given[rank]) if meant else 0
 
     def read_gathered(self, book, tensor, rank, offset, ptr, nbytes) -> None:

@@ -25,7 +25,8 @@ pub struct Tensor {
     pub elems: u64,
     /// How its slices are synchronised.
     pub route: Route,
-    /// The rank that owns all of its slices, of the store; none: they are dealt.
+    /// Of the store: the rank that owns all of its slices; none: they are dealt. Of a gather: the only rank that gets the
+    /// contributions; none: all do.
     pub owner: Option<Rank>,
     /// The slices of this tensor are `first_slice..first_slice + slice_count`. Filled in by [`Book::new`].
     pub first_slice: SliceId,
@@ -54,7 +55,7 @@ impl Tensor {
         Self { wire, ..self }
     }
 
-    /// The same tensor, all of whose slices are this rank's.
+    /// The same tensor, all of which is this rank's.
     #[must_use]
     pub fn owned_by(self, owner: Rank) -> Self {
         Self { owner: Some(owner), ..self }
@@ -379,7 +380,9 @@ fn check(
         return fail(why);
     }
     if let Some(Tensor { name, .. }) = tensors.iter().find(|t| t.route == Route::Owner) {
-        return fail(format!("tensor {name:?} cannot travel by its owner: gather it for one rank"));
+        return fail(format!(
+            "tensor {name:?} cannot travel by its owner: let one rank own it, and gather it"
+        ));
     }
     let elsewhere = |t: &&Tensor| t.route != Route::STORE;
     if let Some(Tensor { name, route, .. }) =
@@ -391,13 +394,17 @@ fn check(
         ));
     }
     let nobody = |t: &&Tensor| {
-        let is_owner = |rank| !roles.rules.recoverable && roles.owners.contains(rank);
-        t.owner.is_some_and(|rank| t.route != Route::STORE || !is_owner(rank))
+        let may = |rank| match t.route {
+            Route::STORE => !roles.rules.recoverable && roles.owners.contains(rank),
+            Route::Gather => roles.contributors().contains(rank),
+            _ => false,
+        };
+        t.owner.is_some_and(|rank| !may(rank))
     };
     if let Some(Tensor { name, owner: Some(owner), .. }) = tensors.iter().find(nobody) {
         return fail(format!(
-            "tensor {name:?} cannot be rank {owner}'s: it must be in the store, and that rank one of those that own slices, which \
-             nobody is for good where members may be lost"
+            "tensor {name:?} cannot be rank {owner}'s: of one in the store that rank must own slices, which nobody does for good \
+             where members may be lost; of one that is gathered it must contribute"
         ));
     }
     let gathered = |t: &&Tensor| t.route == Route::Gather;
@@ -666,9 +673,14 @@ mod tests {
         let slices_of_1 = book.slices.iter().filter(|slice| slice.owner == Rank(1));
         assert!(slices_of_1.map(|slice| slice.at_owner).eq(0..book.owned_slices[1]));
         let ring = |tensor: Tensor| tensor.with_route(Route::Sum(Algorithm::Ring));
+        let gathered =
+            |rank| Tensor::new("own", 0, Dtype::Bytes, 9).with_route(Route::Gather).owned_by(Rank(rank));
+        assert!(deal(vec![gathered(1)], &alike).is_ok());
         let lost = Rules { recoverable: true, ..Rules::default() };
+        let first = Rules { must_be_in: MustBeIn::These(Members::all(1)), ..Rules::default() };
         for (tensors, roles) in [
             (tensors().into_iter().map(ring).collect(), alike.clone()),
+            (vec![gathered(1)], Roles { rules: first, owners: Members::all(1), ..alike.clone() }),
             (tensors(), Roles { owners: Members::all(1), ..alike.clone() }),
             (tensors(), Roles { rules: lost, ..alike }),
         ] {

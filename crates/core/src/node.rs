@@ -236,7 +236,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
             if slice.lane == self.config.lane {
                 let (start, len) = match gives {
                     // A gather has one slice, which says how long frames are, and not the contribution.
-                    Gives::Gathered { len_bytes, .. } => (0, len_bytes as usize),
+                    Gives::Gathered(len_bytes) => (0, len_bytes as usize),
                     Gives::Whole(_) | Gives::Nothing(_) => {
                         (slice.offset_bytes as usize, slice.len_bytes as usize)
                     }
@@ -646,6 +646,7 @@ fn site<'a>(rank: Rank, book: &'a Book, active: &'a Active, slice: SliceId) -> S
     let active = if tensor.route == Route::STORE { &active.members } else { &active.contributors };
     let (dtype, wire, tensor_bytes) = (tensor.dtype, tensor.wire, tensor.len_bytes());
     let layer = book.layers[tensor.layer as usize].as_str();
+    let only_to = tensor.owner.filter(|_| tensor.route == Route::Gather);
     let slice = &book.slices[slice as usize];
-    Site { rank, members, active, rules, groups, slice, layer, dtype, wire, tensor_bytes }
+    Site { rank, members, active, rules, groups, only_to, slice, layer, dtype, wire, tensor_bytes }
 }

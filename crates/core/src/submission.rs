@@ -1,6 +1,6 @@
 //! This rank's part in the next round of a tensor: one struct from the program to the headers of its frames.
 
-use crate::types::{BookId, Rank, Seq, SliceId, Step, TensorId};
+use crate::types::{BookId, Seq, SliceId, Step, TensorId};
 use crate::wire::{Header, Kind, Op};
 
 /// A rank's part in a round of one tensor. `C` is what it calls memory: an address in the program, a chunk from the lanes on.
@@ -27,13 +27,8 @@ pub enum Gives {
     Whole(Op),
     /// Nothing; the memory only receives what the others' become.
     Nothing(Op),
-    /// So many bytes, for a gather.
-    Gathered {
-        /// How many; 0 for none.
-        len_bytes: u32,
-        /// The only rank that gets them; to all others it is an empty contribution. Where workers sum in groups, all get them.
-        only_to: Option<Rank>,
-    },
+    /// So many bytes, for a gather; 0 for none.
+    Gathered(u32),
 }
 
 impl Gives {
@@ -48,7 +43,7 @@ impl Gives {
     pub fn op(self) -> Option<Op> {
         match self {
             Self::Whole(op) | Self::Nothing(op) => Some(op),
-            Self::Gathered { .. } => None,
+            Self::Gathered(_) => None,
         }
     }
 }
@@ -65,7 +60,7 @@ impl<C> Submission<C> {
     pub fn header(&self, slice: SliceId) -> Header {
         let Self { book, seq, step, .. } = *self;
         let (kind, argument) = match self.gives {
-            Gives::Gathered { len_bytes, .. } => (Kind::Gather, len_bytes),
+            Gives::Gathered(len_bytes) => (Kind::Gather, len_bytes),
             Gives::Whole(_) => (Kind::Push, 0),
             Gives::Nothing(_) => (Kind::PushAbsent, 0),
         };

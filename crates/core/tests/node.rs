@@ -201,15 +201,6 @@ impl Bench {
     }
 
     fn gather(&mut self, seq: Seq, len_bytes: u32) -> Result<(), penstock_core::Error> {
-        self.gather_for(None, seq, len_bytes)
-    }
-
-    fn gather_for(
-        &mut self,
-        only_to: Option<Rank>,
-        seq: Seq,
-        len_bytes: u32,
-    ) -> Result<(), penstock_core::Error> {
         let memory = user_memory(len_bytes as usize);
         let event = Event::Submit(Submission {
             book: 0,
@@ -217,7 +208,7 @@ impl Bench {
             seq,
             step: seq,
             memory,
-            gives: Gives::Gathered { len_bytes, only_to },
+            gives: Gives::Gathered(len_bytes),
         });
         self.node.step(event, &mut self.actions)
     }

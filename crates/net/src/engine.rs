@@ -475,7 +475,7 @@ impl Engine {
         let present = match gives {
             Gives::Whole(_) => alone,
             Gives::Nothing(_) => false,
-            Gives::Gathered { .. } => {
+            Gives::Gathered(_) => {
                 gather::begin(open, id, len_bytes);
                 true
             }
@@ -519,7 +519,7 @@ impl Engine {
         let fits =
             self.check_role(roles, tensor, submission.gives).and_then(|()| match submission.gives.op() {
                 Some(op) => check_whole(tensor, submission.memory, op),
-                None => check_bytes(roles, tensor, submission),
+                None => check_bytes(tensor, submission),
             });
         fits.map_err(|why| Failure::config(format!("{}: {why}", open.book.name))).map(|()| tensor)
     }

@@ -231,7 +231,7 @@ fn who_vanishes_in_the_middle_of_a_gather_is_named_by_all_with_layer_and_step() 
             seq: 0,
             step: 5,
             memory: Lent { address, len_bytes },
-            gives: Gives::Gathered { len_bytes: len_bytes as u32, only_to: None },
+            gives: Gives::Gathered(len_bytes as u32),
         };
         // SAFETY: leaked.
         let submit = || unsafe { engine.submit(bytes, false) };
@@ -568,27 +568,30 @@ fn what_does_not_fit_is_refused_and_harms_nothing() {
 fn a_contribution_for_one_rank_reaches_that_one_alone() {
     let engines = job(3);
     on_all(engines, |engine, rank| {
-        let rows = Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_route(Route::Gather);
-        let book = engine.open_book("gradients", vec!["a".into()], vec![rows], None).unwrap();
+        let rows = |owner| {
+            Tensor::new("rows", 0, Dtype::Bytes, 20_000).with_route(Route::Gather).owned_by(Rank(owner))
+        };
+        let tensors = (0..3).map(rows).collect();
+        let book = engine.open_book("gradients", vec!["a".into()], tensors, None).unwrap();
         for round in 0..5u32 {
             let owner = round % 3;
             let mine = vec![rank as u8; 9000 + rank as usize];
-            let (address, len_bytes, only_to) = (mine.as_ptr() as usize, mine.len(), Some(Rank(owner)));
+            let (address, len_bytes) = (mine.as_ptr() as usize, mine.len());
             let bytes = Submission {
                 book,
-                tensor: 0,
+                tensor: owner,
                 seq: 0,
                 step: round,
                 memory: Lent { address, len_bytes },
-                gives: Gives::Gathered { len_bytes: len_bytes as u32, only_to },
+                gives: Gives::Gathered(len_bytes as u32),
             };
             // SAFETY: `mine` stays until the wait for its release.
             unsafe { engine.submit(bytes, false) }.unwrap();
-            engine.wait(book, &[0], true, &mut never).unwrap();
+            engine.wait(book, &[owner], true, &mut never).unwrap();
             let length =
                 |other: u32| if rank == owner || other == rank { 9000 + u64::from(other) } else { 0 };
             let lengths: Vec<_> = (0..3).map(|other| Some(length(other))).collect();
-            assert_eq!(engine.gathered(book, 0).unwrap(), lengths, "rank {rank}, round {round}");
+            assert_eq!(engine.gathered(book, owner).unwrap(), lengths, "rank {rank}, round {round}");
         }
         engine.shutdown(&mut never).unwrap();
     });
@@ -605,7 +608,7 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
             let length = |other: u32, round: u32| ((other * 7919 + round * 5003) % 20_001) as usize;
             for round in 0..4 {
                 let mine = vec![rank as u8 + round as u8; length(rank, round)];
-                let gives = Gives::Gathered { len_bytes: mine.len() as u32, only_to: None };
+                let gives = Gives::Gathered(mine.len() as u32);
                 let memory = Lent { address: mine.as_ptr() as usize, len_bytes: mine.len() };
                 let bytes = Submission { book, tensor: 1, seq: 0, step: round, memory, gives };
                 // SAFETY: `mine` stays until the wait for its release.
@@ -629,19 +632,11 @@ fn gathers_bring_every_ranks_bytes_and_refuse_what_does_not_fit() {
                 seq: 0,
                 step: 0,
                 memory: Lent { address: 8, len_bytes: 20_001 },
-                gives: Gives::Gathered { len_bytes: 20_001, only_to: None },
+                gives: Gives::Gathered(20_001),
             };
-            // SAFETY: refused before the memory is looked at, all three times.
+            // SAFETY: refused before the memory is looked at, both times.
             let refused = unsafe { engine.submit(too_long, false) }.unwrap_err().to_string();
             assert!(refused.contains("rows has at most 20000 bytes"), "{refused}");
-            let nobody = Submission {
-                memory: Lent { address: 8, len_bytes: 1 },
-                gives: Gives::Gathered { len_bytes: 1, only_to: Some(Rank(size)) },
-                ..too_long
-            };
-            // SAFETY: as above.
-            let refused = unsafe { engine.submit(nobody, false) }.unwrap_err().to_string();
-            assert!(refused.contains(&format!("for rank {size}")), "{refused}");
             let summed = Submission { tensor: 0, ..too_long };
             // SAFETY: as above.
             let refused = unsafe { engine.submit(summed, false) }.unwrap_err().to_string();

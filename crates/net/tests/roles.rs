@@ -300,10 +300,8 @@ fn what_is_not_the_stores_goes_among_the_workers() {
             unsafe { engine.submit(Submission { book, tensor, seq: 0, step: 1, memory, gives }, false) }
         };
         let gathers = || {
-            let (memory, gives) = (
-                Lent { address: rows.as_ptr() as usize, len_bytes: 3 },
-                Gives::Gathered { len_bytes: 3, only_to: None },
-            );
+            let (memory, gives) =
+                (Lent { address: rows.as_ptr() as usize, len_bytes: 3 }, Gives::Gathered(3));
             // SAFETY: as above; what is gathered is only read.
             unsafe { engine.submit(Submission { book, tensor: 2, seq: 0, step: 1, memory, gives }, false) }
         };

@@ -375,7 +375,7 @@ impl Engine {
         self.give(py, (book, tensor, step), (ptr, nbytes), Gives::Nothing(parse_op(op)?), more)
     }
 
-    #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false, only_to=None))]
+    #[pyo3(signature = (book, tensor, ptr, nbytes, step, more=false))]
     #[allow(clippy::too_many_arguments)] // Keywords in Python.
     fn submit_gather(
         &self,
@@ -386,12 +386,10 @@ impl Engine {
         nbytes: usize,
         step: Step,
         more: bool,
-        only_to: Option<u32>,
     ) -> PyResult<u64> {
         let len_bytes =
             u32::try_from(nbytes).map_err(|_| bad_argument(format!("{nbytes} bytes are too many")))?;
-        let gives = Gives::Gathered { len_bytes, only_to: only_to.map(Rank) };
-        self.give(py, (book, tensor, step), (ptr, nbytes), gives, more)
+        self.give(py, (book, tensor, step), (ptr, nbytes), Gives::Gathered(len_bytes), more)
     }
 
     fn gathered(&self, book: BookId, tensor: TensorId) -> PyResult<Vec<Option<u64>>> {

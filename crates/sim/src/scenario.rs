@@ -273,7 +273,10 @@ fn draw_book(random: &mut Random, id: u32, roles: &Roles, slicing: Slicing, rout
             let (layer, most) = (random.below(layers) as u32, random.magnitude(1, 12_000));
             let tensor = Tensor::new(format!("b{id}.gather{i}"), layer, Dtype::Bytes, most);
             let at = random.below(tensors.len() as u64 + 1) as usize;
-            tensors.insert(at, tensor.with_route(Route::Gather));
+            let contributors = roles.contributors();
+            let owner = Some(contributors.at(random.below(u64::from(contributors.count())) as u32));
+            let owner = owner.filter(|_| random.chance(400));
+            tensors.insert(at, Tensor { owner, ..tensor.with_route(Route::Gather) });
         }
     }
     if roles.rules != Rules::default() {

@@ -282,7 +282,8 @@ class Distributed:
             device,
             options,
             all_at_once=update in AT_OWNERS and AT_OWNERS[update].waits_for_step,
-            updaters=self._clients if update in AT_OWNERS else (),
+            owners=self._clients,
+            owners_update=update in AT_OWNERS,
         )
         self.servers.check_that_all_own(gradients.id, name)
         return gradients

@@ -36,64 +36,99 @@ pub fn broadcast(rows: &[u64], row_bytes: u64, hosts: &Hosts) -> Traffic {
 #[must_use]
 pub fn relayed(rows: &[u64], row_bytes: u64, groups: &[Vec<u32>], hosts: &Hosts) -> Traffic {
     let all_rows = rows.iter().sum::<u64>();
-    let mut traffic = Traffic::none(hosts.count());
-    let mut inside = vec![(0, 0); rows.len()];
-    let mut send = |from: u32, to: u32, rows: u64| {
-        let (from, to, bytes) = (from as usize, to as usize, rows * row_bytes);
-        if hosts.of(from) == hosts.of(to) {
-            inside[from].0 += bytes;
-            inside[to].1 += bytes;
-        } else {
-            traffic.sent[hosts.of(from)] += bytes;
-            traffic.received[hosts.of(to)] += bytes;
-        }
-    };
+    let mut sends = Sends::new(rows.len(), hosts);
     for group in groups {
         let head = group[0];
         for member in &group[1..] {
             let own = rows[*member as usize];
-            send(*member, head, own);
-            send(head, *member, all_rows - own);
+            sends.add(*member, head, own * row_bytes);
+            sends.add(head, *member, (all_rows - own) * row_bytes);
         }
-        let of_group = group.iter().map(|rank| rows[*rank as usize]).sum();
-        for other in groups.iter().map(|group| group[0]).filter(|other| *other != head) {
-            send(head, other, of_group);
+        for other in heads(groups).filter(|other| *other != head) {
+            sends.add(head, other, of_group(rows, group) * row_bytes);
         }
     }
-    traffic.inside_bytes = inside.iter().map(|(sent, received)| *sent.max(received)).max().unwrap_or(0);
-    // A head has all before it gives any.
-    traffic.inside_path_bytes = inside.iter().map(|(sent, received)| sent + received).max().unwrap_or(0);
-    traffic.path_bytes = traffic.busiest_direction_bytes();
-    let members = groups.iter().any(|group| group.len() > 1);
-    traffic.steps = 2 * u32::from(members) + u32::from(groups.len() > 1);
-    traffic
+    Traffic { steps: 2 * u32::from(has_members(groups)) + u32::from(groups.len() > 1), ..sends.traffic() }
 }
 
-/// Project Adam's scheme: factors up to the layer's owner, at position 0, and the full matrix down to all (Poseidon,
-/// Table 1, row 3). The owner is where the load is.
+/// Project Adam's scheme: factors up to the layer's owner, and the full matrix down to all (Poseidon, Table 1, row 3). The
+/// owner is where the load is. It has all factors before it answers. Between groups go, up, the factors of one's members to
+/// the owner, and down one matrix.
 ///
 /// * `rows`, `row_bytes`, `hosts`: as in [`broadcast`].
 /// * `dense_bytes`: the matrix, and its bias.
+/// * `groups`: as in [`relayed`]; of ranks that do not sum in groups each is one. The head of the first is the owner.
 #[must_use]
-pub fn adam(rows: &[u64], row_bytes: u64, dense_bytes: u64, hosts: &Hosts) -> Traffic {
-    let mut traffic = Traffic::none(hosts.count());
-    let mut inside = (0, 0);
-    for (rank, own_rows) in rows.iter().enumerate().skip(1) {
-        let host = hosts.of(rank);
-        if host == hosts.of(0) {
-            inside = (inside.0 + dense_bytes, inside.1 + own_rows * row_bytes);
-            continue;
+pub fn adam(rows: &[u64], row_bytes: u64, dense_bytes: u64, groups: &[Vec<u32>], hosts: &Hosts) -> Traffic {
+    let mut sends = Sends::new(rows.len(), hosts);
+    let owner = groups[0][0];
+    for group in groups {
+        let head = group[0];
+        for member in &group[1..] {
+            sends.add(*member, head, rows[*member as usize] * row_bytes);
+            sends.add(head, *member, dense_bytes);
         }
-        traffic.sent[host] += own_rows * row_bytes;
-        traffic.received[host] += dense_bytes;
-        traffic.sent[0] += dense_bytes;
-        traffic.received[0] += own_rows * row_bytes;
+        if head != owner {
+            sends.add(head, owner, of_group(rows, group) * row_bytes);
+            sends.add(owner, head, dense_bytes);
+        }
     }
-    traffic.steps = if rows.len() > 1 { 2 } else { 0 };
-    traffic.path_bytes = traffic.sent.first().map_or(0, |sent| sent + traffic.received[0]);
-    traffic.inside_bytes = inside.0.max(inside.1);
-    traffic.inside_path_bytes = inside.0 + inside.1;
-    traffic
+    let traffic = sends.traffic();
+    let host = hosts.of(owner as usize);
+    Traffic {
+        steps: 2 * u32::from(has_members(groups)) + 2 * u32::from(groups.len() > 1),
+        path_bytes: traffic.sent[host] + traffic.received[host],
+        ..traffic
+    }
+}
+
+/// What goes from rank to rank.
+struct Sends<'a> {
+    hosts: &'a Hosts,
+    /// Between hosts.
+    traffic: Traffic,
+    /// Inside its host, by rank: sent and received bytes.
+    inside: Vec<(u64, u64)>,
+}
+
+impl<'a> Sends<'a> {
+    fn new(ranks: usize, hosts: &'a Hosts) -> Self {
+        Self { hosts, traffic: Traffic::none(hosts.count()), inside: vec![(0, 0); ranks] }
+    }
+
+    fn add(&mut self, from: u32, to: u32, bytes: u64) {
+        let (from, to) = (from as usize, to as usize);
+        if self.hosts.of(from) == self.hosts.of(to) {
+            self.inside[from].0 += bytes;
+            self.inside[to].1 += bytes;
+        } else {
+            self.traffic.sent[self.hosts.of(from)] += bytes;
+            self.traffic.received[self.hosts.of(to)] += bytes;
+        }
+    }
+
+    /// All of it, without steps. Inside a host a rank has all that it gets before it gives any.
+    fn traffic(self) -> Traffic {
+        let most = |of: fn(&(u64, u64)) -> u64| self.inside.iter().map(of).max().unwrap_or(0);
+        Traffic {
+            inside_bytes: most(|(sent, received)| *sent.max(received)),
+            inside_path_bytes: most(|(sent, received)| sent + received),
+            path_bytes: self.traffic.busiest_direction_bytes(),
+            ..self.traffic
+        }
+    }
+}
+
+fn heads(groups: &[Vec<u32>]) -> impl Iterator<Item = u32> {
+    groups.iter().map(|group| group[0])
+}
+
+fn has_members(groups: &[Vec<u32>]) -> bool {
+    groups.iter().any(|group| group.len() > 1)
+}
+
+fn of_group(rows: &[u64], group: &[u32]) -> u64 {
+    group.iter().map(|rank| rows[*rank as usize]).sum()
 }
 
 /// Floating point operations of one rank to rebuild an M x N gradient, beyond those that the dense path computes anyway:
@@ -110,6 +145,10 @@ mod tests {
     use super::super::paper::FullyConnected;
     use super::*;
 
+    fn each(ranks: u32) -> Vec<Vec<u32>> {
+        (0..ranks).map(|rank| vec![rank]).collect()
+    }
+
     #[test]
     fn with_equal_rows_it_is_what_poseidon_counts() {
         let traffic = broadcast(&[32; 8], (4096 + 4096) * 4, &Hosts::apart(8));
@@ -125,7 +164,7 @@ mod tests {
         assert_eq!(traffic.busiest_node_bytes() as f64, 4.0 * fc.factors_worker());
         assert_eq!(traffic.busiest_direction_bytes(), 7 * 32 * 8192 * 4);
         assert_eq!(traffic.steps, 1);
-        let owner = adam(&[32; 8], 8192 * 4, 4096 * 4096 * 4, &Hosts::apart(8));
+        let owner = adam(&[32; 8], 8192 * 4, 4096 * 4096 * 4, &each(8), &Hosts::apart(8));
         assert_eq!(owner.busiest_node_bytes() as f64, 4.0 * fc.adam_both());
         assert_eq!((owner.sent[3] + owner.received[3]) as f64, 4.0 * fc.adam_worker());
     }
@@ -136,7 +175,7 @@ mod tests {
         assert_eq!(traffic.sent, [20, 0, 100]);
         assert_eq!(traffic.received, [50, 60, 10]);
         assert_eq!(rebuild_flops(&[1, 0, 5], 3, 7), 2.0 * 6.0 * 21.0);
-        let to_owner = adam(&[1, 0, 5], 10, 1000, &Hosts::apart(3));
+        let to_owner = adam(&[1, 0, 5], 10, 1000, &each(3), &Hosts::apart(3));
         assert_eq!(to_owner.sent, [2000, 0, 50]);
         assert_eq!(to_owner.received, [50, 1000, 1000]);
         assert_eq!(to_owner.path_bytes, 2050);
@@ -152,15 +191,28 @@ mod tests {
         assert_eq!((relayed_here.inside_bytes, relayed_here.steps), (4 * 127, 3));
         let without = broadcast(&rows, 4, &hosts);
         assert_eq!(without.sent, [3 * 24, 3 * 240], "to every rank of the other host");
-        let alone: Vec<Vec<u32>> = (0..6).map(|rank| vec![rank]).collect();
         let apart = Hosts::apart(6);
-        assert_eq!(relayed(&rows, 4, &alone, &apart), broadcast(&rows, 4, &apart));
+        assert_eq!(relayed(&rows, 4, &each(6), &apart), broadcast(&rows, 4, &apart));
+    }
+
+    #[test]
+    fn in_groups_the_owner_gets_each_row_once_and_gives_each_other_group_one_matrix() {
+        let (groups, hosts) = (vec![vec![0, 1, 2], vec![3, 4, 5]], Hosts::numbered(&[0, 0, 0, 1, 1, 1]));
+        let rows = [1, 2, 3, 10, 20, 30];
+        let traffic = adam(&rows, 4, 1000, &groups, &hosts);
+        assert_eq!((&traffic.sent[..], &traffic.received[..]), (&[1000, 240][..], &[240, 1000][..]));
+        assert_eq!((traffic.path_bytes, traffic.inside_bytes, traffic.steps), (1240, 2000, 4));
+        assert_eq!(
+            adam(&rows, 4, 1000, &each(6), &hosts).sent,
+            [3000, 240],
+            "to every rank of the other host"
+        );
     }
 
     #[test]
     fn one_rank_sends_nothing() {
         assert_eq!(broadcast(&[32], 100, &Hosts::apart(1)), Traffic::none(1));
-        assert_eq!(adam(&[32], 100, 100, &Hosts::apart(1)), Traffic::none(1));
+        assert_eq!(adam(&[32], 100, 100, &each(1), &Hosts::apart(1)), Traffic::none(1));
         assert_eq!(rebuild_flops(&[32], 10, 10), 0.0);
         assert_eq!(broadcast(&[], 100, &Hosts::apart(0)), Traffic::none(0));
     }

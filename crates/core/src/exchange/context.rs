@@ -20,6 +20,8 @@ pub struct Site<'a> {
     pub rules: &'a Rules,
     /// Who sums with whom before the owner does.
     pub groups: &'a Groups,
+    /// Of a gather: the only rank that gets the contributions; none: all do.
+    pub only_to: Option<Rank>,
     /// The slice.
     pub slice: &'a Slice,
     /// Its layer's name.

@@ -133,11 +133,11 @@ impl<C> OfRound<C> {
         })
     }
 
-    /// By member the payloads; none of this rank.
-    pub(super) fn into_parts(self, me: Option<usize>) -> Vec<Option<Vec<C>>> {
+    /// By member the payloads, or that there was a contribution if they are for another rank; none of this rank.
+    pub(super) fn into_parts(self, me: Option<usize>, for_me: bool) -> Vec<Option<Vec<C>>> {
         let chunks = |(index, contribution)| match contribution {
             Some(OfMember::Pieces { chunks, .. }) if Some(index) != me => {
-                Some(chunks.into_iter().map(|(_, chunk)| chunk).collect())
+                Some(chunks.into_iter().filter(|_| for_me).map(|(_, chunk)| chunk).collect())
             }
             _ => None,
         };

@@ -7,8 +7,8 @@
 //!
 //! Cost for n ranks and S bytes each: (n-1) S per link and direction, one latency (Poseidon Table 1, SFB).
 //!
-//! A contribution may be meant for one rank alone, which is how Project Adam's scheme sends factors to a layer's owner (Poseidon
-//! Table 1, Adam). To the others it is then an empty one: the round is the same on all ranks, whoever gets what in it.
+//! A tensor may have an owner, for whom alone its contributions are, which is how Project Adam's scheme sends factors (Poseidon
+//! Table 1, Adam). To the others they are then empty ones: the round is the same on all ranks, whoever gets what in it.
 //!
 //! Where workers sum in groups ([`crate::roles::Groups`]), heads pass contributions on ([`super::relay`]): then each goes once to a
 //! host, and not to every rank of it.
@@ -28,7 +28,7 @@ use super::context::{Context, Effect, Flow, Site};
 use super::contributions::{OfRound, cut};
 use super::frames::send;
 use super::out_of_step::out_of_step;
-use super::relay::{Passage, passage};
+use super::relay::{Passage, is_for, passage};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::types::{Rank, Seq, Step};
@@ -59,12 +59,11 @@ impl<C> Default for Gather<C> {
 }
 
 impl<C: Clone> Gather<C> {
-    /// `memory` holds `header.argument` bytes, for all others or for one; in groups for all in any case.
+    /// `memory` holds `header.argument` bytes, for all others or for the owner.
     pub(super) fn submit<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
         memory: &C,
-        only_to: Option<Rank>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let Site { rank, active, slice, tensor_bytes, groups, .. } = context.site;
@@ -82,9 +81,7 @@ impl<C: Clone> Gather<C> {
             Some(_) => Vec::new(),
         };
         for to in &receivers {
-            // A head passes on what it gets, to whom it is meant and to all others.
-            let whole = !groups.is_empty() || only_to.is_none_or(|one| one == *to);
-            let total_bytes = if whole { total_bytes } else { 0 };
+            let total_bytes = if is_for(*to, &context.site) { total_bytes } else { 0 };
             // Even if it is empty: that the memory is released says that the frame is written.
             for (payload_bytes, payload) in cut(memory, total_bytes, slice.len_bytes, context.memory) {
                 let header = Header { kind: Kind::Gather, payload_bytes, argument: total_bytes, ..*header };
@@ -236,7 +233,9 @@ impl<C: Clone> Gather<C> {
                 return Err(out_of_step(&context.site, steps.chain([(rank, self.step)])));
             }
         }
-        let parts = round.map(|round| round.into_parts(members.index_of(rank))).unwrap_or_default();
+        // The head of a group has what it has passed on to the owner, too.
+        let for_me = context.site.only_to.is_none_or(|owner| owner == rank);
+        let parts = round.map(|round| round.into_parts(members.index_of(rank), for_me)).unwrap_or_default();
         context.effects.push(Effect::Gathered { parts });
         context.effects.push(Effect::Complete { seq: self.done, present: true, version: 0, kept: None });
         Ok(())

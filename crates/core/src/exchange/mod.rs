@@ -77,13 +77,11 @@ impl<C: Clone> Exchange<C> {
             (Self::Collective(collective), Gives::Whole(_) | Gives::Nothing(_)) => {
                 collective.submit(header, memory, absent, context)
             }
-            (Self::Gather(gather), Gives::Gathered { only_to, .. }) => {
-                gather.submit(header, &memory, only_to, context)
-            }
+            (Self::Gather(gather), Gives::Gathered(_)) => gather.submit(header, &memory, context),
             (Self::Gather(_), _) => {
                 Err(Error::Config(format!("slice {} of book {} is gathered", header.slice, header.book)))
             }
-            (_, Gives::Gathered { .. }) => {
+            (_, Gives::Gathered(_)) => {
                 Err(Error::Config(format!("slice {} of book {} is not gathered", header.slice, header.book)))
             }
         }

@@ -5,7 +5,8 @@
 //! as without groups. A head begins with the word that its group is in, and then says of each of its members, in rank order, what
 //! it has given, or that it takes no part; to a member it says so of all others. So frames need not say whose they are.
 //!
-//! For S bytes of each of n ranks in groups of m: a head sends m S to each other head, and (n-1) S to each member.
+//! For S bytes of each of n ranks in groups of m: a head sends m S to each other head, and (n-1) S to each member. If the tensor has
+//! an owner, m S to its head alone, which sends (n-1) S to it alone; the rest are empty contributions.
 //!
 //! **Who takes part when ranks leave (join)** a head decides for its members. A member leaves when its rounds are complete, so its
 //! contribution to a round comes to its head before the word that it has left, or never. The word may reach other heads earlier than
@@ -22,6 +23,16 @@ use crate::memory::Memory;
 use crate::roles::ClientGroup;
 use crate::types::Rank;
 use crate::wire::{Header, Kind, Party};
+
+/// Whether contributions that this rank sends to another are for that one, or for one that gets them from there.
+pub(super) fn is_for(to: Rank, site: &Site<'_>) -> bool {
+    let Some(owner) = site.only_to else { return true };
+    match site.groups.led_by(to) {
+        Some(group) if group.members.contains(site.rank) => owner != site.rank,
+        Some(group) => group.members.contains(owner),
+        None => owner == to,
+    }
+}
 
 /// Between whom a frame of a gather goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,7 +170,9 @@ impl<C: Clone> OfRound<C> {
         let Some(OfMember::Pieces { step, total_bytes, chunks, .. }) = self.of(index) else {
             return send(to, &Header { kind: Kind::NotIn, ..said }, None, Flow::Free, context);
         };
-        let said = Header { kind: Kind::Passed, step: *step, argument: *total_bytes, ..said };
+        let (total_bytes, chunks) =
+            if is_for(to, &context.site) { (*total_bytes, chunks.as_slice()) } else { (0, &[] as &[_]) };
+        let said = Header { kind: Kind::Passed, step: *step, argument: total_bytes, ..said };
         for (payload_bytes, chunk) in chunks {
             let said = Header { payload_bytes: *payload_bytes, ..said };
             send(to, &said, Some(chunk.clone()), Flow::Free, context);

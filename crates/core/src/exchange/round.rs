@@ -307,7 +307,8 @@ mod tests {
         let (rank, dtype) = (slice.owner, Dtype::F32);
         let (layer, wire, tensor_bytes) = ("layer", dtype, 4);
         let groups = &NO_GROUPS;
-        Site { rank, members, active, rules, groups, slice, layer, dtype, wire, tensor_bytes }
+        let only_to = None;
+        Site { rank, members, active, rules, groups, only_to, slice, layer, dtype, wire, tensor_bytes }
     }
 
     fn slice() -> Slice {

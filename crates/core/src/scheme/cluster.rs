@@ -124,6 +124,13 @@ impl Cluster {
         }
     }
 
+    /// What moves when they go to one of the workers, which answers with the whole.
+    pub(super) fn by_an_owner(&self, rows: &[u64], row_bytes: u64, dense_bytes: u64) -> Traffic {
+        let each = || (0..rows.len() as u32).map(|rank| vec![rank]).collect();
+        let groups = if self.groups.is_empty() { &each() } else { &self.groups };
+        sparse::adam(rows, row_bytes, dense_bytes, groups, &self.hosts_of_workers())
+    }
+
     /// Seconds of so many numbers by a collective of all workers, and what moves.
     ///
     /// Ranks that share an interface have an equal part of it: what moves inside a host counts as if it went over the line.

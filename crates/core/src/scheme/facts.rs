@@ -134,7 +134,6 @@ impl Facts<'_> {
         }
         let cluster = &self.cluster;
         let alone = |traffic: Traffic| (cluster.rates.seconds(&traffic), traffic);
-        let hosts = cluster.hosts_of_workers();
         let (wire_s, traffic) = match (way.payload, way.route) {
             (Payload::Whole, Route::Sum(Algorithm::Store)) => {
                 // Rounding is left out: one core rounds 9 GB of fp32 per second or more, which a wire of 36 Gbit/s carries.
@@ -145,7 +144,7 @@ impl Facts<'_> {
                 cluster.by_collective(algorithm, self.elems, self.elem_bytes)
             }
             (_, Route::Owner) => {
-                alone(sparse::adam(self.rows, self.row_bytes(), self.elems * self.elem_bytes, &hosts))
+                alone(cluster.by_an_owner(self.rows, self.row_bytes(), self.elems * self.elem_bytes))
             }
             // What packing and summing take is not estimated.
             (Payload::OneBit | Payload::Dgc, _) => {

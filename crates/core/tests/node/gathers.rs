@@ -36,8 +36,15 @@ fn a_gather_brings_every_ranks_bytes_whatever_their_length() {
 
 #[test]
 fn a_contribution_for_one_rank_is_empty_to_the_others() {
-    let mut bench = Bench::with_book(0, 4, 1);
-    bench.gather_for(Some(Rank(2)), 1, 5000).unwrap();
+    let owned = |rank| {
+        let mut bench = Bench::new(0, 4, 1);
+        let mut book = Book::clone(&book(8, 4));
+        book.tensors[GATHERED as usize].owner = Some(Rank(rank));
+        bench.node.open_book(0, Arc::new(book), &mut bench.actions).unwrap();
+        bench
+    };
+    let mut bench = owned(2);
+    bench.gather(1, 5000).unwrap();
     for (peer, len_bytes) in [(1, 0), (2, 5000), (3, 0)] {
         let sent: Vec<_> = bench.frames(peer).iter().map(|frame| frame.header).collect();
         assert_eq!(sent, pieces(1, len_bytes), "to rank {peer}");
@@ -47,8 +54,9 @@ fn a_contribution_for_one_rank_is_empty_to_the_others() {
     }
     assert_eq!((bench.completed(), bench.gathered()), (1, vec![None, Some(0), Some(0), Some(0)]));
     // The owner sends nothing but that it is there.
-    bench.gather_for(Some(Rank(0)), 2, 100).unwrap();
-    assert_eq!(bench.frames(3).iter().map(|frame| frame.header).collect::<Vec<_>>(), pieces(2, 0));
+    let mut owner = owned(0);
+    owner.gather(1, 100).unwrap();
+    assert_eq!(owner.frames(3).iter().map(|frame| frame.header).collect::<Vec<_>>(), pieces(1, 0));
 }
 
 #[test]

@@ -205,12 +205,15 @@ impl Ledger {
         let Some(round) = self.rounds.get(&(book, tensor, seq)) else {
             return Err(Violation::new(Checker::ExactlyOnce, format!("{} was not submitted", name())));
         };
+        let owner = self.books[usize::from(book)].tensors[tensor as usize].owner;
         for (other, part) in round.parts.iter().enumerate().filter(|(other, _)| *other != rank.index()) {
             let got = parts.get(other).and_then(Option::as_ref);
             check(part.is_some() == got.is_some(), Checker::NobodyForgotten, || {
                 format!("{}: rank {other} took part: {}", name(), part.is_some())
             })?;
             if let (Some(RankRecord { bytes: Some(want), .. }), Some(Some(got))) = (part, got) {
+                // To others than the tensor's owner, if it has one, contributions are empty.
+                let want = if owner.is_none_or(|owner| owner == rank) { &**want } else { &[] };
                 check_bytes(want, got, exact, || format!("{}, from rank {other}", name()))?;
             }
         }

@@ -397,7 +397,7 @@ impl<M: SimMemory> World<M> {
         memory.write(|bytes| fill(layout.dtype, &mut random, bytes));
         self.ledger.submit(rank, submission, seq, memory.to_bytes())?;
         let lane = setup.books[usize::from(book)].slices[layout.first_slice as usize].lane;
-        let gives = Gives::Gathered { len_bytes, only_to: None };
+        let gives = Gives::Gathered(len_bytes);
         let part = penstock_core::Submission { book, tensor, seq, step: seq, memory, gives };
         self.step(rank, lane, Event::Submit(part))
     }

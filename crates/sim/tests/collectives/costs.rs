@@ -28,8 +28,8 @@ impl Bench {
     }
 
     /// A rank contributes so many bytes to a tensor that is gathered.
-    fn gather(&mut self, rank: u32, tensor: u32, len_bytes: u64, only_to: Option<Rank>) {
-        self.give(rank, tensor, len_bytes, Gives::Gathered { len_bytes: len_bytes as u32, only_to });
+    fn gather(&mut self, rank: u32, tensor: u32, len_bytes: u64) {
+        self.give(rank, tensor, len_bytes, Gives::Gathered(len_bytes as u32));
     }
 
     /// A rank takes part in the round of a tensor, with so much memory.
@@ -277,10 +277,10 @@ fn groups_and_hosts_move_what_their_cost_function_says() {
 fn rows_of_ranks_that_share_hosts_move_what_their_cost_functions_say() {
     const ROW: u64 = ROW_BYTES[0];
     for (ranks, rows) in (1..=9).flat_map(|ranks| rows(ranks).map(|rows| (ranks, rows))) {
-        let book = gathers(&[61 * ROW], ranks);
+        let book = dealt(vec![gathered(61 * ROW)], &Roles::alike(Members::all(ranks)));
         let mut bench = Bench::new(&book, ranks);
         for (rank, own_rows) in (0..).zip(&rows) {
-            bench.gather(rank, 0, own_rows * ROW, None);
+            bench.gather(rank, 0, own_rows * ROW);
         }
         bench.run_in_rounds();
         for hosts in hosts_of(ranks).map(|numbers| Hosts::numbered(&numbers)) {
@@ -294,11 +294,20 @@ fn rows_of_ranks_that_share_hosts_move_what_their_cost_functions_say() {
     }
 }
 
-/// Tensors that are gathered, in frames of at most 1 KiB.
-fn gathers(longest_bytes: &[u64], ranks: u32) -> Arc<Book> {
-    let tensor = |bytes: &u64| Tensor::new("rows", 0, Dtype::Bytes, *bytes).with_route(Route::Gather);
-    let tensors = longest_bytes.iter().map(tensor).collect();
-    Arc::new(Book::new("model", vec!["layer".into()], tensors, ranks, 1024, 1).unwrap())
+/// A tensor that is gathered, of at most so many bytes.
+fn gathered(longest_bytes: u64) -> Tensor {
+    Tensor::new("rows", 0, Dtype::Bytes, longest_bytes).with_route(Route::Gather)
+}
+
+/// A book of one layer, in frames of at most 1 KiB.
+fn dealt(tensors: Vec<Tensor>, roles: &Roles) -> Arc<Book> {
+    let slicing = Slicing::fixed(1024, 1);
+    Arc::new(Book::deal("model", vec!["layer".into()], tensors, roles, slicing).unwrap())
+}
+
+/// Each rank by itself.
+fn each(ranks: u32) -> Vec<Vec<u32>> {
+    (0..ranks).map(|rank| vec![rank]).collect()
 }
 
 /// Rows by rank: all alike, uneven with some that have none, one rank's alone, none at all.
@@ -319,10 +328,10 @@ const ROW_BYTES: [u64; 2] = [(30 + 19) * 4, 8 + 5 * 4];
 fn factors_and_pairs_move_what_their_cost_function_says_whatever_rows_each_rank_has() {
     for ranks in RANKS {
         for (rows, row_bytes) in rows(ranks).iter().flat_map(|rows| ROW_BYTES.map(|bytes| (rows, bytes))) {
-            let book = gathers(&[61 * row_bytes], ranks);
+            let book = dealt(vec![gathered(61 * row_bytes)], &Roles::alike(Members::all(ranks)));
             let mut bench = Bench::new(&book, ranks);
             for (rank, own_rows) in (0..).zip(rows) {
-                bench.gather(rank, 0, own_rows * row_bytes, None);
+                bench.gather(rank, 0, own_rows * row_bytes);
             }
             let counted = bench.count(&book, 0..ranks);
             assert_eq!(
@@ -341,19 +350,65 @@ fn factors_to_an_owner_and_its_matrix_move_what_their_cost_function_says() {
     let dense_bytes = (30 * 19 + 30) * 4;
     for ranks in RANKS {
         for (rows, row_bytes) in rows(ranks).iter().flat_map(|rows| ROW_BYTES.map(|bytes| (rows, bytes))) {
-            let book = gathers(&[61 * row_bytes, dense_bytes], ranks);
+            let tensors = vec![gathered(61 * row_bytes).owned_by(Rank(0)), gathered(dense_bytes)];
+            let book = dealt(tensors, &Roles::alike(Members::all(ranks)));
             let mut bench = Bench::new(&book, ranks);
             for (rank, own_rows) in (0..).zip(rows) {
-                bench.gather(rank, UP, own_rows * row_bytes, Some(Rank(0)));
+                bench.gather(rank, UP, own_rows * row_bytes);
             }
-            (1..ranks).for_each(|rank| bench.gather(rank, DOWN, 0, None));
+            (1..ranks).for_each(|rank| bench.gather(rank, DOWN, 0));
             bench.run_in_rounds();
             // The owner has all factors now, and can rebuild.
             assert_eq!(bench.complete[0].len(), 1);
-            bench.gather(0, DOWN, dense_bytes, None);
+            bench.gather(0, DOWN, dense_bytes);
             let counted = bench.count(&book, 0..ranks);
-            let want = expected(sparse::adam(rows, row_bytes, dense_bytes, &Hosts::apart(ranks)));
+            let want = sparse::adam(rows, row_bytes, dense_bytes, &each(ranks), &Hosts::apart(ranks));
+            let want = expected(want);
             assert_eq!(counted, want, "{rows:?} of {row_bytes} bytes");
+        }
+    }
+}
+
+#[test]
+fn factors_to_an_owner_of_workers_in_groups_move_what_their_cost_function_says() {
+    const UP: u32 = 0;
+    const DOWN: u32 = 1;
+    const ROW: u64 = ROW_BYTES[0];
+    let dense_bytes = (30 * 19 + 30) * 4;
+    for (workers, rows) in (1..=9).flat_map(|workers| rows(workers).map(|rows| (workers, rows))) {
+        for (groups, at) in groupings(workers)
+            .into_iter()
+            .flat_map(|groups| (0..groups.len()).map(move |at| (groups.clone(), at)))
+        {
+            let owner = groups[at][0];
+            let members = groups.iter().map(|group| group.iter().copied().map(Rank).collect());
+            let groups_of_members = Groups::of_members(members);
+            let roles = Roles {
+                owners: groups.iter().map(|group| Rank(group[0])).collect(),
+                groups: groups_of_members,
+                ..Roles::alike(Members::all(workers))
+            };
+            let tensors = vec![gathered(61 * ROW).owned_by(Rank(owner)), gathered(dense_bytes)];
+            let book = dealt(tensors, &roles);
+            let mut bench = Bench::new(&book, workers);
+            for (rank, own_rows) in (0..).zip(&rows) {
+                bench.gather(rank, UP, own_rows * ROW);
+            }
+            (0..workers).filter(|rank| *rank != owner).for_each(|rank| bench.gather(rank, DOWN, 0));
+            bench.run_in_rounds();
+            let name = format!("{rows:?}, {groups:?}, by rank {owner}");
+            assert_eq!(bench.complete[owner as usize].len(), 1, "{name}: the owner has not all factors");
+            bench.gather(owner, DOWN, dense_bytes);
+            bench.run_in_rounds();
+            assert!(bench.complete.iter().all(|done| done.len() == 2), "{name}: a worker is not done");
+            let mut groups_from_the_owner = groups.clone();
+            groups_from_the_owner.rotate_left(at);
+            for hosts in hosts_of(workers).map(|numbers| Hosts::numbered(&numbers)) {
+                let want = sparse::adam(&rows, ROW, dense_bytes, &groups_from_the_owner, &hosts);
+                let (sent, received, inside) = bench.on(&hosts);
+                assert_eq!((sent, received), (want.sent, want.received), "{name}, {hosts:?}");
+                assert_eq!(inside, want.inside_bytes, "{name}, {hosts:?}");
+            }
         }
     }
 }
@@ -370,12 +425,9 @@ fn factors_to_an_owner_that_updates_move_what_the_same_cost_function_says() {
             for owner in [0, ranks - 1] {
                 let rules = Rules { fold: Fold::Updated, ..Rules::default() };
                 let roles = Roles { rules, ..Roles::alike(Members::all(ranks)) };
-                let factors = Tensor::new("rows", 0, Dtype::Bytes, 61 * row_bytes).with_route(Route::Gather);
+                let factors = gathered(61 * row_bytes).owned_by(Rank(owner));
                 let layer = Tensor::new("layer", 0, Dtype::F32, elems).owned_by(Rank(owner));
-                let slicing = Slicing::fixed(1024, 1);
-                let tensors = vec![factors, layer];
-                let book =
-                    Arc::new(Book::deal("model", vec!["layer".into()], tensors, &roles, slicing).unwrap());
+                let book = dealt(vec![factors, layer], &roles);
                 let mut bench = Bench::new(&book, ranks);
                 let value = RealMemory::tensor(elems as usize * 4);
                 let node = &mut bench.nodes[owner as usize];
@@ -383,7 +435,7 @@ fn factors_to_an_owner_that_updates_move_what_the_same_cost_function_says() {
                 // Position 0 is the owner: what ranks have is turned by as much.
                 for (position, own_rows) in (0..).zip(rows) {
                     let rank = (owner + position) % ranks;
-                    bench.gather(rank, UP, own_rows * row_bytes, Some(Rank(owner)));
+                    bench.gather(rank, UP, own_rows * row_bytes);
                     if position > 0 {
                         bench.give(rank, LAYER, elems * 4, Gives::Nothing(Op::Average));
                     }
@@ -401,7 +453,8 @@ fn factors_to_an_owner_that_updates_move_what_the_same_cost_function_says() {
                 bench.run_in_rounds();
                 let is_done = |rank| complete(&bench, rank) == book.slices.len();
                 assert!((0..ranks).all(is_done), "{rows:?}: a rank is not done");
-                let mut want = expected(sparse::adam(rows, row_bytes, elems * 4, &Hosts::apart(ranks)));
+                let hosts = Hosts::apart(ranks);
+                let mut want = expected(sparse::adam(rows, row_bytes, elems * 4, &each(ranks), &hosts));
                 want.sent.rotate_right(owner as usize);
                 want.received.rotate_right(owner as usize);
                 assert_eq!(bench.counted, want, "{rows:?} of {row_bytes} bytes to rank {owner}");

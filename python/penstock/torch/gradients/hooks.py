@@ -83,7 +83,8 @@ class Gradients:
         device: The accelerator that the model is on, if it is on one.
         options: Of this rank; only for a device.
         all_at_once: Nothing comes back before all gradients of a step are at the engine; only for a device.
-        updaters: The ranks that may own a layer and update it from rows; none: owners update nothing.
+        owners: The ranks that may own a layer; none: all.
+        owners_update: Whether they update it from rows.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Gradients:
         device: torch.device | None = None,
         options: Options | None = None,
         all_at_once: bool = False,
-        updaters: Sequence[int] = (),
+        owners: Sequence[int] = (),
+        owners_update: bool = False,
     ) -> None:
         self.engine = engine
         self.rank = rank
@@ -109,14 +111,14 @@ class Gradients:
         pieces = [] if device is None else cut(slots)
         numbers = itertools.count(len(slots) if device is None else sum(map(len, pieces)))
         self.rows = [
-            make_rows(self, next(numbers), layer, module, scheme, updated=bool(updaters))
+            make_rows(self, next(numbers), layer, module, scheme, updated=owners_update)
             for layer, module, scheme in rows
         ]
         self.lossy = [
             make_lossy(self, next(numbers), layer, module, options, ranks) for layer, module, options in lossy
         ]
         self.gathers: list[Gather] = [*self.rows, *self.lossy]
-        owners = updaters or range(ranks or engine.report()["size"])
+        owners = owners or range(ranks or engine.report()["size"])
         self.duties = OwnerDuties(self.gathers, owners, next(numbers))
         for gather in self.gathers:
             for slot in gather.slots:
@@ -133,10 +135,7 @@ class Gradients:
                 if device is not None
                 else [book_entry(slot, *way) for slot, way in zip(slots, ways, strict=True)]
             )
-            + [
-                (f"{gather.scheme} of {gather.layer.name}", gather.layer.index, "bytes", gather.most_bytes, "gather")
-                for gather in self.gathers
-            ]
+            + [gather.book_entry() for gather in self.gathers]
             + self.duties.entries(),
         )
         self.lent = lent_to(engine)
@@ -476,9 +475,9 @@ class Gradients:
         """These travel by their layer's gather in the round that begins."""
         self.landing.pass_over([slot.index for slot in slots])
 
-    def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
-        """Send these bytes to every rank, or to one; returns the token by which they are lent."""
-        token = self.engine.submit_gather(self.id, index, blob.data_ptr(), blob.numel(), step, True, only_to)
+    def submit_gather(self, index: int, blob: Tensor, step: int) -> int:
+        """Send these bytes to every rank, or to the tensor's owner; returns the token by which they are lent."""
+        token = self.engine.submit_gather(self.id, index, blob.data_ptr(), blob.numel(), step, True)
         self.lent.tensors[token] = blob
         return token
 

@@ -2,9 +2,10 @@
 
 As in Poseidon's Table 1 (row "Adam"). Up, a worker sends K (M + N) numbers to one rank; down, that rank sends M N to
 each of the others, so its interface carries what all others share elsewhere: that imbalance is why nobody should want
-it. The numbers are those of `penstock.torch.schemes.factors`, exact. Layers take turns at their owners.
+it. The numbers are those of `penstock.torch.schemes.factors`, exact. Layers take turns at their owners, of groups the
+heads.
 
-Up is a gather of the book in which each contribution is meant for the owner alone. What comes down depends on who
+Up is a gather whose tensor in the book has an owner, who alone gets the contributions. What comes down depends on who
 updates. The workers: the average, by a gather in which the owner's contribution is the only one that is not empty
 (`AverageFromOwner`). The owner, as in Project Adam: the parameter (`ParameterFromOwner`). Then the layer's own tensors
 are in the store, all of their slices the owner's, and it contributes for everybody: from there on, its states
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +54,11 @@ class FactorsToOwner(LinearFactors):
 
     def place(self, owner: int) -> None:
         """Say who owns it; the same on all ranks."""
-        self.owner = self.only_to = owner
+        self.owner = owner
+
+    def book_entry(self) -> tuple[Any, ...]:
+        """As `Gather.book_entry`: the factors are for the owner alone."""
+        return *super().book_entry(), None, self.owner
 
     @property
     def is_owned(self) -> bool:
@@ -136,7 +142,7 @@ class AverageFromOwner(FactorsToOwner):
             return
         with device_gathers.making(there.begun):
             answer = self._packed_averages()
-            device_gathers.submit(self, self.down, answer.header.as_bytes(), answer.parts, self._step, None)
+            device_gathers.submit(self, self.down, answer.header.as_bytes(), answer.parts, self._step)
 
     def _packed_averages(self) -> Packed:
         """What all get, which is kept as what this rank itself gets: rounded, for all get what can be sent."""

@@ -106,7 +106,7 @@ class _Leaving:
         copied: So many are in host memory.
     """
 
-    __slots__ = ("body", "copied", "gather", "given", "header_bytes", "host", "made", "number", "only_to", "order")
+    __slots__ = ("body", "copied", "gather", "given", "header_bytes", "host", "made", "number", "order")
 
     def __init__(
         self,
@@ -116,14 +116,12 @@ class _Leaving:
         body: Tensor,
         made: Any,
         host: Tensor,
-        only_to: int | None,
         order: int,
     ) -> None:
         self.gather = gather
         self.number = number
         self.body = body
         self.made = made
-        self.only_to = only_to
         self.order = order
         self.header_bytes = header.numel()
         self.host = host
@@ -195,7 +193,6 @@ class DeviceGathers(Copier):
         header: Tensor,
         parts: Sequence[Tensor],
         step: int,
-        only_to: int | None,
     ) -> Any:
         """Send a contribution: a header, and parts that are on the device.
 
@@ -207,7 +204,7 @@ class DeviceGathers(Copier):
         made = self._accelerator.mark()
         memory = self._memory.setdefault(number, Reused())
         host = memory.tensor((header.numel() + body.numel(),), torch.uint8)
-        leaving = _Leaving(gather, number, header, body, made, host, only_to, next(self._order))
+        leaving = _Leaving(gather, number, header, body, made, host, next(self._order))
         with self._changed:
             self._unsent[number] = gather, step
             self._waiting.append(leaving)
@@ -363,13 +360,13 @@ class DeviceGathers(Copier):
             self._send(leaving)
 
     def _send(self, leaving: _Leaving) -> None:
-        gather, number, only_to = leaving.gather, leaving.number, leaving.only_to
+        gather, number = leaving.gather, leaving.number
         _, step = self._unsent[number]
         with torch._C.DisableTorchFunctionSubclass():
             blob = gather.encoded(leaving.host)
         at, nbytes = blob.data_ptr(), blob.numel()
         submit = self._engine.submit_gather
-        self._lent.lend(lambda: submit(self._book, number, at, nbytes, step, False, only_to), blob)
+        self._lent.lend(lambda: submit(self._book, number, at, nbytes, step), blob)
         gather.is_sent(number, blob)  # before the program can know, which could land the averages
         with self._changed:
             del self._unsent[number]

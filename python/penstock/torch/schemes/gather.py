@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,8 @@ class Submitter(Protocol):
         """These travel by their layer's gather in the round that begins."""
         ...
 
-    def submit_gather(self, index: int, blob: Tensor, step: int, only_to: int | None = None) -> int:
-        """Send these bytes to every rank, or to one; returns the token by which they are lent."""
+    def submit_gather(self, index: int, blob: Tensor, step: int) -> int:
+        """Send these bytes to every rank, or to the tensor's owner; returns the token by which they are lent."""
         ...
 
     def submit_for_all(self, slot: Slot, total: Tensor | None, step: int) -> None:
@@ -122,7 +122,6 @@ class Gather(ABC):
         self.rows = 0
         self.dense_sent = 0
         self.dense_reason = ""
-        self.only_to: int | None = None  # the one rank that gets this rank's contributions, if not all do
         self.seq = 0  # submissions
         self.backward = -1  # the last that it was submitted in
         self.pending = 0  # parameters that this backward has come to and that are not submitted, as bits
@@ -141,6 +140,10 @@ class Gather(ABC):
     @abstractmethod
     def most_bytes(self) -> int:
         """No contribution is longer than this."""
+
+    def book_entry(self) -> tuple[Any, ...]:
+        """What the book says of the layer's tensor."""
+        return f"{self.scheme} of {self.layer.name}", self.layer.index, "bytes", self.most_bytes, "gather"
 
     @abstractmethod
     def packed(self) -> Packed:
@@ -269,7 +272,7 @@ class Gather(ABC):
             packed = self.packed()
             if submitter.device_gathers is None:
                 self._mine = blob = self.blob(packed)
-                token = submitter.submit_gather(self.index, blob, submitter.step, self.only_to)
+                token = submitter.submit_gather(self.index, blob, submitter.step)
             else:
                 token = self._submit_there(submitter.device_gathers, packed)
         for place, slot in enumerate(self.slots):
@@ -300,9 +303,7 @@ class Gather(ABC):
         ]
         step, expected = self.submitter.step, self._is_expected()
         self._there = there = DeviceRound(memory, expected=expected)
-        there.begun = device_gathers.submit(
-            self, self.index, packed.header.as_bytes(), packed.parts, step, self.only_to
-        )
+        there.begun = device_gathers.submit(self, self.index, packed.header.as_bytes(), packed.parts, step)
         return -1
 
     def wait_until_sent(self) -> None:

@@ -44,8 +44,21 @@ impl LinkModel {
 
     /// A contribution to a gather, in frames.
     fn pieces(&mut self, to: Rank, (id, slice, seq): (BookId, SliceId, Seq), len_bytes: u32) {
+        let owner = self.books[&id].book.tensor_of(slice).owner;
+        let is_on_the_way = owner.is_none_or(|owner| self.next_towards(id, owner) == to);
+        let len_bytes = if is_on_the_way { len_bytes } else { 0 };
         let frames = len_bytes.div_ceil(self.books[&id].book.slices[slice as usize].len_bytes).max(1);
         (0..frames).for_each(|_| self.queue(to, What::Ready(id, slice, seq, len_bytes)));
+    }
+
+    /// To whom this rank sends what another is to get.
+    fn next_towards(&self, id: BookId, rank: Rank) -> Rank {
+        let (me, groups) = (self.me.rank, &self.books[&id].book.roles.groups);
+        match groups.of(me) {
+            Some(own) if own.head() != me && rank != me => own.head(),
+            Some(own) if !own.members.contains(rank) => groups.of(rank).map_or(rank, ClientGroup::head),
+            _ => rank,
+        }
     }
 
     /// Something of a gather has come to the head of a group.
