@@ -14,6 +14,7 @@ from penstock.wire_types import EXACT, NAMES, TOP_K, TopK, WireType, outer_wire
 
 if TYPE_CHECKING:
     from penstock.coordinator import Cluster, Coordinator, Rates
+    from penstock.description import Network
 
 __all__ = ["AUTO_NOTE", "add_to"]
 
@@ -151,6 +152,11 @@ def _add_choice(explain: argparse.ArgumentParser) -> None:
         help="layers by name that shall use a lossy scheme, which is never chosen by itself: 1bit (linear layers), "
         "dgc, dgc:DENSITY, bf16 or fp16; may be repeated",
     )
+    explain.add_argument(
+        "--elastic",
+        action="store_true",
+        help="as in a job whose workers may be lost, ps.init(elastic=True), where nothing but the store may be chosen",
+    )
 
 
 def _add_local(explain: argparse.ArgumentParser) -> None:
@@ -199,6 +205,8 @@ def _explain(options: argparse.Namespace) -> int:
             )
         network = models.load(options.model)
         network = replace(network, notes=(*network.notes, AUTO_NOTE))
+        if options.elastic:
+            network = _elastic(options, network)
         batch = options.batch or network.batch or DEFAULT_BATCH
         compute_s = options.compute_s or network.compute_s(batch)
         arithmetic = network.step_flops(batch)
@@ -210,6 +218,9 @@ def _explain(options: argparse.Namespace) -> int:
         if compute_s is None and arithmetic > 0.0 and network.arithmetic_is_known:
             compute_s, source = arithmetic / gflops / 1e9, f"{source}; compute: as the products imply"
         given = lossy.of_layers(options.lossy, network.layers)
+        short = next((one.name for one in given.values() if not isinstance(one, str)), None)
+        if options.elastic and short is not None:
+            raise ConfigError(f"--elastic: a job whose members may be lost cannot have --lossy {short} yet")
         rates = Rates(
             bytes_per_s=options.bandwidth_mbit * 1e6 / 8,
             inside_bytes_per_s=options.inside_mbit * 1e6 / 8,
@@ -220,7 +231,7 @@ def _explain(options: argparse.Namespace) -> int:
         cluster, why = _cluster(options, rates)
         network = replace(network, notes=(*network.notes, *why))
         collectives: dict[str, str] = {}
-        if options.collective_schemes:
+        if options.collective_schemes and not options.elastic:
             collectives = best_collectives(network, cluster, policy=options.policy, rates=rates)
         coordinator = Coordinator(
             network,
@@ -238,6 +249,24 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(explanation.render())
     return 0
+
+
+def _elastic(options: argparse.Namespace, network: Network) -> Network:
+    """The network as an elastic job sends it.
+
+    Raises:
+        ConfigError: The options describe what an elastic job cannot have.
+    """
+    from dataclasses import replace
+
+    from penstock.plan import ELASTIC
+
+    asked = {"--servers": options.servers > 0, "--groups": options.groups is not None, "--mode": options.mode != "sync"}
+    for option, given in asked.items():
+        if given:
+            raise ConfigError(f"--elastic: a job whose members may be lost cannot have {option} yet")
+    layers = [layer if layer.kind == "other" else replace(layer, why_whole=ELASTIC) for layer in network.layers]
+    return replace(network, layers=tuple(layers))
 
 
 def _local(options: argparse.Namespace, coordinator: Coordinator, compute_s: float | None) -> LocalExplanation | None:

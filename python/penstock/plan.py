@@ -15,11 +15,13 @@ from penstock.lossy import LossyScheme
 if TYPE_CHECKING:
     from penstock._native import Decision, FixedTerms
 
-__all__ = ["ADAM", "HALF", "STORE", "LayerPlan", "Terms", "rows_scheme"]
+__all__ = ["ADAM", "ELASTIC", "HALF", "STORE", "LayerPlan", "Terms", "rows_scheme"]
 
 STORE = "store"
 """Every layer's scheme unless something else is given or chosen."""
 ADAM = "adam"
+ELASTIC = "in an elastic job all gradients travel whole, by the store"
+"""Why no layer sends rows, and none travels by a collective, where members may be lost."""
 HALF = "bf16"  # sends as many bytes as the other half type
 
 

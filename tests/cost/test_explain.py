@@ -439,6 +439,20 @@ def test_lossy_schemes_are_shown_as_what_they_are():
     assert coordinator.best_scheme("fc7") == "1bit"
 
 
+def test_in_an_elastic_job_there_is_the_store_alone():
+    found = explained("lab:vgg19", "--workers", "8", "--elastic", "--collective-schemes", "--lossy", "fc8=bf16")
+    assert {name: scheme for name, scheme in choices(found).items() if scheme != "store"} == {"fc8": "bf16"}
+    reasons = {layer["name"]: layer["reason"] for layer in found["layers"]}
+    assert reasons["fc6"] == "in an elastic job all gradients travel whole, by the store"
+
+
+@pytest.mark.parametrize("option", ["--servers=2", "--groups=2", "--mode=diloco", "--lossy=fc8=1bit"])
+def test_what_an_elastic_job_cannot_have_is_refused(option, explain_here):
+    done = explain_here("lab:vgg19", "--workers", "8", "--elastic", option)
+    assert done.returncode == 2, done.stdout
+    assert f"a job whose members may be lost cannot have {option.partition('=')[0]}" in done.stderr
+
+
 def test_step_times_at_run_time():
     """Where no forward has been seen, and so no arithmetic."""
     layers = layers_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {}, why_whole={})

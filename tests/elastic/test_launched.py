@@ -90,7 +90,7 @@ class Progress:
 torch.manual_seed(0)
 ps.init(peer_timeout_s=5.0, line_rate_mbit=1000.0)
 model = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 4))
-model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), schemes="auto")
 progress = Progress()
 newcomers = ps.Newcomers(progress=progress)
 came, last = progress.steps, 10_000_000

@@ -48,7 +48,7 @@ model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Dropout(0.1), nn.Linear(
 if norms:  # each of whose sums takes several slices
     model[1] = nn.Sequential(nn.SyncBatchNorm(300), nn.ReLU())
     model[4] = nn.Sequential(nn.SyncBatchNorm(300), nn.ReLU())
-model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
+model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9), schemes="auto")
 progress = Progress()
 sampler = ps.ElasticSampler(dataset, 4)
 loader = DataLoader(dataset, batch_sampler=sampler, num_workers=read_ahead)

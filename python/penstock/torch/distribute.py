@@ -104,7 +104,7 @@ def distribute(
             as measured in the first step, the tenth, and every hundredth; see `explain`. Embeddings with
             ``sparse=True`` send pairs from the start, and their averages are sparse (not on an accelerator: dense
             gradients). With ``collective_schemes`` of `Options` it first chooses, once, between the store and the
-            collectives below for each layer.
+            collectives below for each layer. In an elastic job nothing but the store is left to choose.
             Or by pattern of their names (as in `fnmatch`; the first that matches decides): ``store`` is the gradient
             itself; ``factors``, for `nn.Linear`, the inputs and the gradients of the outputs, from which every rank
             rebuilds the same average (Poseidon section 3.2: less for few rows and large layers); ``pairs``, for
@@ -155,8 +155,8 @@ def distribute(
             f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
             '{"classifier.*": "factors"}'
         )
-    if running.membership is not None and (schemes == "auto" or kind != "workers"):
-        given = 'schemes="auto"' if schemes == "auto" else f'mode="{mode}"' if mode != "sync" else f'update="{update}"'
+    if running.membership is not None and kind != "workers":
+        given = f'mode="{mode}"' if mode != "sync" else f'update="{update}"'
         raise ConfigError(
             f"penstock.distribute: an elastic job, whose members may be lost, cannot have {given} yet; give "
             "ps.init(elastic=False), or leave it out"

@@ -20,7 +20,7 @@ from penstock.coordinator import Cluster, Coordinator, Rates, best_collectives
 from penstock.description import Network
 from penstock.errors import ConfigError, ModelMismatch
 from penstock.lossy import LossyScheme
-from penstock.plan import ADAM, STORE, LayerPlan, Terms
+from penstock.plan import ADAM, ELASTIC, STORE, LayerPlan, Terms
 from penstock.torch.choice.measuring import Choice, measured_rates, network_of
 from penstock.torch.choice.probe import exchange_cost
 from penstock.torch.gradients.hooks import Gradients
@@ -40,8 +40,6 @@ __all__ = ["AgreedSchemes", "LayerSchemes"]
 
 DEFAULT = "the store is the default"
 """Why layers use it of which nothing is asked and nothing is to be chosen."""
-ELASTIC = "in an elastic job all gradients travel whole, by the store"
-"""Why no layer sends rows where members may be lost."""
 
 
 class AgreedSchemes:
@@ -115,9 +113,7 @@ class AgreedSchemes:
         names = [layer.name for layer in self.layers]
         named = {name or ROOT: module for name, module in self.model.named_modules()}  # scripted ones know no other way
         modules = [named[name] for name in names]
-        mine = survey(given, modules, device)
-        if self.elastic:
-            mine = [why or ELASTIC for why in mine]
+        mine = [ELASTIC] * len(modules) if self.elastic else survey(given, modules, device)
         described = {
             "why": mine,
             "schemes": {str(name): str(one) for name, one in schemes.items()},
@@ -168,7 +164,7 @@ class AgreedSchemes:
 
     def choose_collectives(self, name: str, cluster: Cluster, options: Options, rates: Rates) -> None:
         """Between the store and the collectives, for layers of which nothing is given: once for all, if it may be."""
-        if not (self.automatic and options.collective_schemes):
+        if self.elastic or not (self.automatic and options.collective_schemes):
             return
         network, cluster = network_of(self.model, self.why_whole, name), _sliced(cluster, *self.engine.slicing())
         found = best_collectives(network, cluster, policy=options.policy, rates=rates)
