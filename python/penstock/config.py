@@ -138,7 +138,8 @@ class Options:
             (docs/elastic.md). All gradients travel by the store, without servers, groups and `join`, and every rank
             keeps as much memory as the gradients have.
         join: ``host:port``, the door of any member of an elastic job that runs (docs/elastic.md): this process takes
-            part in that. Options that ranks must agree on are the job's.
+            part in that. Several, separated by commas, are tried in turn. Options that ranks must agree on are the
+            job's.
         ranks_min: With ``elastic``, so many workers must be left and agree, or the job ends. ``None``: more than half
             of the last ones. Fewer than that may let two halves of a cut network go on apart.
         ranks_max: With ``elastic``, there are never more workers than these: a newcomer waits until one is lost, for
@@ -407,6 +408,14 @@ def _host_and_port(raw: object) -> str:
     return text
 
 
+def _doors(raw: object) -> str:
+    parts = raw.split(",") if isinstance(raw, str) else []
+    doors = [*dict.fromkeys(map(_host_and_port, parts))]
+    if not 1 <= len(doors) <= RANKS_MAX:
+        raise ValueError
+    return ",".join(doors)
+
+
 def _line_rate(raw: object) -> float | None:
     if raw in ("auto", "off"):
         return None if raw == "auto" else 0.0
@@ -467,7 +476,7 @@ _FIELDS: dict[str, tuple[Callable[[object], object], str]] = {
     ),
     "whole_steps": _SWITCH,
     "elastic": _SWITCH,
-    "join": (_host_and_port, '"host:port"'),
+    "join": (_doors, '"host:port", or several, separated by commas'),
     "ranks_min": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
     "ranks_max": (_whole(1, RANKS_MAX), f"a whole number from 1 to {RANKS_MAX}"),
     "membership_log": (_path, "a path of a file"),

@@ -28,7 +28,7 @@ from penstock import errors, sharing
 from penstock.attached import Attached, attach
 from penstock.boards import first_line, polls
 from penstock.coordinator import Rates
-from penstock.errors import AuthenticationError, ConfigError, PenstockError, ProtocolError, Timeout
+from penstock.errors import AuthenticationError, ConfigError, PeerLost, PenstockError, ProtocolError, Timeout
 from penstock.key_server import GET, SET, KeyClient, KeyServer
 from penstock.rendezvous import AGREED, Agreement
 from penstock.sealing import peek, seal, unseal
@@ -133,6 +133,7 @@ class Doorway:
         try:
             if number in self._refused:
                 raise self._refused[number]
+            self._engine.check()  # others may be left, whose doors are better
             self._ranks.update({one: rank for one, rank, _ in self._engine.announced() if one in self._numbers})
             if number not in self._ranks:
                 return None
@@ -143,28 +144,136 @@ class Doorway:
             return self._sealed(key, {"error": {"type": type(error).__name__, "message": str(error)}})
 
 
+class _AskedDoor:
+    """A door as a newcomer sees it. It is opened, and knocked at, once, and anew where it has not answered.
+
+    Args:
+        address: Where.
+        options: Of the newcomer's process.
+        sources: Where each of them comes from.
+        version: Of its installation.
+
+    Attributes:
+        said: What the job's ranks have agreed on, once it is opened.
+        secret: The job's, likewise.
+        options: Likewise this process's, with those that ranks must have alike as the job has them.
+    """
+
+    def __init__(self, address: str, options: Options, sources: Mapping[str, str], version: str) -> None:
+        parts = urlsplit(f"//{address}")
+        assert parts.hostname is not None and parts.port is not None  # parse_option saw to it
+        self.address, self.host = address, parts.hostname
+        self.said: dict[str, Any] = {}
+        self.secret: bytes | None = None
+        self.options = options
+        self._sources, self._version = sources, version
+        self._client = KeyClient(parts.hostname, parts.port)
+        self._knocked = False
+
+    def answer(self, number: int, job: str | None, until: float) -> dict[str, Any] | None:
+        """What is answered to this number; None: nothing yet.
+
+        Args:
+            number: That the newcomer has drawn.
+            job: The id of the job that it has asked before at another door, if it has.
+            until: The longest wait for any answer, by `time.monotonic`.
+
+        Raises:
+            AuthenticationError: This process has another secret.
+            ProtocolError: It runs another version, what answers there is no door, or it is a door of another job.
+            ConfigError: An option is not the job's.
+            PenstockError: What has ended the job there.
+            OSError: There is no answer.
+        """
+        try:
+            if not self._knocked:
+                self._open(job, until)
+                key = f"{self.said['door']}/knock/{number}"
+                given = self.options.secret is not None
+                self._client.ask(SET, key, seal(self._version, self.secret, given, key, {"number": number}), until)
+                self._knocked = True
+            key = f"{self.said['door']}/answer/{number}"
+            data = self._client.ask(GET, key, b"", until)
+        except OSError:
+            self._knocked = False
+            raise
+        message = None if data is None else unseal(data, self.secret, key)
+        if message is None or not message.proven:
+            return None
+        if "error" in message.body:
+            told = message.body["error"]
+            kind = getattr(errors, told["type"]) if told["type"] in errors.__all__ else PenstockError
+            raise kind(f"the job at {self.address}: {told['message']}")
+        return message.body
+
+    def close(self) -> None:
+        """Leave it."""
+        self._client.close()
+
+    def _open(self, job: str | None, until: float) -> None:
+        """Read what is said to all, and refuse what does not fit."""
+        data = self._client.ask(GET, "door", b"", until)
+        message = None if data is None else peek(data)
+        if message is None:
+            raise ProtocolError(f"what listens at {self.address} is no door of a job (option join)", peer=self.address)
+        if message.version != self._version:
+            raise ProtocolError(
+                f"the job at {self.address} runs penstock {message.version}, this process runs penstock "
+                f"{self._version}; install the same version",
+                peer=self.address,
+            )
+        try:
+            self.secret = sharing.take_at_door(message.body["secret"], self.options, self.address)
+        except PenstockError:  # first, as one of them is a ValueError
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ProtocolError(f"what listens at {self.address} is no door of a job", peer=self.address) from None
+        assert data is not None
+        proven = unseal(data, self.secret, "door")
+        if proven is None or not proven.proven:
+            raise AuthenticationError(
+                f"the secret of this process differs from that of the job at {self.address}; "
+                "set the same PENSTOCK_SECRET",
+                peer=self.address,
+            )
+        if job is not None and proven.body["job_id"] != job:
+            raise ProtocolError(f"at {self.address} is a door of another job (option join)", peer=self.address)
+        self.said = proven.body
+        self._take_over(self.said["options"])
+
+    def _take_over(self, agreed: Mapping[str, object]) -> None:
+        for name in AGREED:
+            here, there = getattr(self.options, name), agreed[name]
+            if self._sources[name] != "default" and here != there:
+                raise ConfigError(
+                    f"option {name}: this process has {here} ({self._sources[name]}), the job at {self.address} has "
+                    f"{there}; leave it out, or set the same"
+                )
+        self.options = replace(self.options, **{name: agreed[name] for name in AGREED})  # type: ignore[arg-type]
+
+
 class Entrance:
-    """A newcomer at a door.
+    """A newcomer at the doors of a job: at one of them, until that gives no answer any more, and then at the next.
+
+    It asks everywhere by one number, so that members give it one rank, whoever is lost meanwhile.
 
     Args:
         options: Of this process, which say at which.
         sources: Where each of them comes from.
         version: Of this installation.
-
-    Attributes:
-        host: Of the door.
     """
 
     def __init__(self, options: Options, sources: Mapping[str, str], version: str) -> None:
         assert options.join is not None, "a newcomer knows where to come"
-        parts = urlsplit(f"//{options.join}")
-        assert parts.hostname is not None and parts.port is not None  # parse_option saw to it
-        self.host = parts.hostname
-        self._door, self._options, self._sources, self._version = options.join, options, sources, version
-        self._client = KeyClient(parts.hostname, parts.port)
+        self._doors = [_AskedDoor(address, options, sources, version) for address in options.join.split(",")]
+        self._options, self._sources = options, sources
         self._number = 1 + secrets.randbelow((1 << 8 * NUMBER_BYTES) - 1)
-        self._secret: bytes | None = None
-        self._name = ""
+        self._agreement: Agreement | None = None
+
+    @property
+    def host(self) -> str:
+        """Of the door that it is at."""
+        return self._doors[0].host
 
     def enter(self) -> tuple[Agreement, Rates]:
         """Ask to take part.
@@ -178,120 +287,107 @@ class Entrance:
             ConfigError: An option is not the job's.
             Timeout: Nobody answers within ``rendezvous_timeout_s``.
         """
-        deadline = time.monotonic() + self._options.rendezvous_timeout_s
-        said = self._read_opening(self._ask(GET, "door", b"", deadline))
-        options = self._take_over(said["options"])
-        key = f"{self._name}/knock/{self._number}"
-        given = options.secret is not None
-        self._ask(SET, key, seal(self._version, self._secret, given, key, {"number": self._number}), deadline)
-        answer = self._answer(deadline)
-        rank, members = int(answer["rank"]), int(answer["members"])
+        answer = self._ask()
+        door = self._doors[0]
+        said, options, rank, members = door.said, door.options, int(answer["rank"]), int(answer["members"])
         if options.ranks_max is not None and members >= options.ranks_max:
             _log.warning(
                 "penstock: the job at %s has %d workers, and may have no more (ranks_max): this one waits until one is "
                 "lost, for %g s (rendezvous_timeout_s)",
-                self._door,
+                door.address,
                 members,
                 options.rendezvous_timeout_s,
             )
-        assert self._secret is not None  # the opening said how to come by it
-        hosts = tuple(map(int, said["hosts"]))
-        agreement = Agreement(
+        assert door.secret is not None  # the opening said how to come by it
+        self._agreement = Agreement(
             bytes.fromhex(said["job_id"]),
-            self._secret,
+            door.secret,
             bool(said["single_host"]),
             int(said["lanes"]),
             bool(said["all_lanes"]),
             replace(options, rank=rank),
-            hosts=hosts,
+            hosts=tuple(map(int, said["hosts"])),
         )
-        return agreement, Rates(**said["rates"])
+        return self._agreement, Rates(**said["rates"])
 
     def state(self) -> bytes:
         """How the job stands now, for `Engine.come`.
 
         Raises:
+            PeerLost: The job has given its rank up.
             PenstockError: As `enter`; or the job has failed meanwhile.
         """
-        answer = self._answer(time.monotonic() + self._options.rendezvous_timeout_s)
+        answer = self._ask()
+        assert self._agreement is not None  # it has entered
+        had, has = self._agreement.options.rank, int(answer["rank"])
+        if had != has:
+            raise PeerLost(
+                f"the job at {self._doors[0].address} goes on without rank {had}, a newcomer, and would count it anew "
+                f"as rank {has}: start this process once more",
+                rank=had,
+            )
         return base64.b64decode(answer["state"])
 
     def close(self) -> None:
-        """Leave the door."""
-        self._client.close()
+        """Leave the doors."""
+        for door in self._doors:
+            door.close()
 
-    def _answer(self, deadline: float) -> dict[str, Any]:
-        key = f"{self._name}/answer/{self._number}"
+    def _ask(self) -> dict[str, Any]:
+        """An answer, at the door where this is, or else the next one, which is the first of all from then on."""
+        deadline = time.monotonic() + self._options.rendezvous_timeout_s
+        job = None if self._agreement is None else self._agreement.job_id.hex()
+        silent: dict[str, str] = {}  # by address what became of the last attempt
         for _ in polls(deadline):
-            data = self._ask(GET, key, b"", deadline)
-            message = None if data is None else unseal(data, self._secret, key)
-            if message is None or not message.proven:
-                continue
-            if "error" in message.body:
-                told = message.body["error"]
-                kind = getattr(errors, told["type"]) if told["type"] in errors.__all__ else PenstockError
-                raise kind(f"the job at {self._door}: {told['message']}")
-            return message.body
-        raise Timeout(
-            f"the job at {self._door} gave this process no rank within {self._options.rendezvous_timeout_s:g} s "
-            "(rendezvous_timeout_s). Its members agree on it: see the log of the one whose door that is",
-            peer=self._door,
-        )
+            refused: dict[str, PenstockError] = {}
+            for _ in range(len(self._doors)):
+                door = self._doors[0]
+                try:
+                    until = min(max(deadline, time.monotonic() + 0.01), time.monotonic() + ANSWER_S)
+                    answer = door.answer(self._number, job, until)
+                except PenstockError as error:
+                    refused[door.address] = error
+                except OSError as error:
+                    if door.address not in silent:
+                        _log.info("no answer at %s yet (%s)", door.address, first_line(error))
+                    silent[door.address] = first_line(error)
+                else:
+                    silent.pop(door.address, None)
+                    if answer is not None:
+                        return answer
+                    break  # members agree on its rank
+                self._doors.append(self._doors.pop(0))
+            else:
+                if refused:  # all doors have had their time
+                    raise _of_all(refused, silent)
+        raise self._late(silent)
 
-    def _read_opening(self, data: bytes | None) -> dict[str, Any]:
-        message = None if data is None else peek(data)
-        if message is None:
-            raise ProtocolError(f"what listens at {self._door} is no door of a job (option join)", peer=self._door)
-        if message.version != self._version:
-            raise ProtocolError(
-                f"the job at {self._door} runs penstock {message.version}, this process runs penstock {self._version}; "
-                "install the same version",
-                peer=self._door,
+    def _late(self, silent: Mapping[str, str]) -> Timeout:
+        limit_s = self._options.rendezvous_timeout_s
+        if len(silent) < len(self._doors):
+            address = self._doors[0].address
+            return Timeout(
+                f"the job at {address} gave this process no rank within {limit_s:g} s (rendezvous_timeout_s). Its "
+                "members agree on it: see the log of the one whose door that is",
+                peer=address,
             )
-        try:
-            self._secret = sharing.take_at_door(message.body["secret"], self._options, self._door)
-        except PenstockError:  # first, as one of them is a ValueError
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ProtocolError(f"what listens at {self._door} is no door of a job", peer=self._door) from None
-        assert data is not None
-        proven = unseal(data, self._secret, "door")
-        if proven is None or not proven.proven:
-            raise AuthenticationError(
-                f"the secret of this process differs from that of the job at {self._door}; "
-                "set the same PENSTOCK_SECRET",
-                peer=self._door,
-            )
-        self._name = str(proven.body["door"])
-        return proven.body
-
-    def _take_over(self, agreed: Mapping[str, object]) -> Options:
-        """This process's options, with those that ranks must have alike as the job has them."""
-        for name in AGREED:
-            here, there = getattr(self._options, name), agreed[name]
-            if self._sources[name] != "default" and here != there:
-                raise ConfigError(
-                    f"option {name}: this process has {here} ({self._sources[name]}), the job at {self._door} has "
-                    f"{there}; leave it out, or set the same"
-                )
-        return replace(self._options, **{name: agreed[name] for name in AGREED})  # type: ignore[arg-type]
-
-    def _ask(self, request: int, key: str, value: bytes, deadline: float) -> bytes | None:
-        last: OSError | None = None
-        for left in polls(deadline):
-            try:
-                return self._client.ask(request, key, value, time.monotonic() + min(max(left, 0.01), ANSWER_S))
-            except OSError as error:
-                if last is None:
-                    _log.info("no answer at %s yet (%s)", self._door, first_line(error))
-                last = error
-        raise Timeout(
-            f"no member answered at {self._door} (option join, {self._sources['join']}) within "
-            f"{self._options.rendezvous_timeout_s:g} s ({first_line(last) if last else 'no attempt'}). Give the door "
-            "of a member that is left: each logs its own, and `Newcomers.door` has it; rendezvous_timeout_s sets the "
+        each = ", ".join(f"{address} ({why})" for address, why in silent.items())
+        return Timeout(
+            f"no member answered at {each}: option join, {self._sources['join']}, within {limit_s:g} s. Give doors of "
+            "members that are left: each logs its own, and `Newcomers.door` has it; rendezvous_timeout_s sets the "
             "limit",
-            peer=self._door,
+            peer=self._doors[0].address,
         )
+
+
+def _of_all(refused: Mapping[str, PenstockError], silent: Mapping[str, str]) -> PenstockError:
+    """What to raise where some doors refuse a newcomer, and the others do not answer."""
+    first, *others = refused.values()
+    if not others and not silent:
+        return first
+    why = [str(error) for error in refused.values()]
+    why += [f"no member answered at {address} ({reason})" for address, reason in silent.items()]
+    return type(first)("; ".join(why), peer=first.peer)
 
 
 _doors: dict[int, weakref.WeakSet[Doorway]] = {}

@@ -36,12 +36,14 @@ class Job:
     def announced(self):
         return [(number, 7 + place, None) for place, number in enumerate(self.knocks)]
 
+    def check(self):
+        if self.error is not None:
+            raise self.error
+
     def members(self):
         return [0, 1]
 
     def job_state(self):
-        if self.error is not None:
-            raise self.error
         return b"how it stands"
 
     def after_fork_in_child(self):
@@ -60,16 +62,17 @@ def door(job):
     opened.close()
 
 
-def opened_at(job, secret=SECRET, version="1.0"):
+def opened_at(job, secret=SECRET, version="1.0", job_id=b"j" * 16):
     options = Options(rank=1, world_size=3, secret=secret, elastic=True, check_every=9)
-    agreement = Agreement(b"j" * 16, secret or SECRET, True, 2, False, options, hosts=(0, 0, 0))
+    agreement = Agreement(job_id, secret or SECRET, True, 2, False, options, hosts=(0, 0, 0))
     return Doorway(job, "127.0.0.1", agreement, Rates(bytes_per_s=5.0), version)
 
 
-def visit(door, version="1.0", **options):
+def visit(*doors, version="1.0", **options):
     sources = {field.name: "default" for field in dataclasses.fields(Options)}
     sources |= dict.fromkeys([*options, "join"], "argument")
-    return Entrance(Options(join=door.address, **{"secret": SECRET, **options}), sources, version)
+    join = ",".join(door if isinstance(door, str) else door.address for door in doors)
+    return Entrance(Options(join=join, **{"secret": SECRET, **options}), sources, version)
 
 
 def ask(door, request, key, value=b""):
@@ -122,7 +125,7 @@ def test_a_knock_is_heard_once_and_at_one_door_only(job, door):
 def test_an_answer_is_for_one_number(job, door):
     newcomer = visit(door)
     newcomer.enter()
-    name = newcomer._name
+    name = newcomer._doors[0].said["door"]
     answer = ask(door, GET, f"{name}/answer/{newcomer._number}")
     assert unseal(answer, SECRET, f"{name}/answer/{newcomer._number}").proven
     assert not unseal(answer, SECRET, f"{name}/answer/5").proven
@@ -183,6 +186,82 @@ def test_a_job_that_made_its_secret_shares_it_with_its_user_on_its_host():
         stranger.close()
     finally:
         door.close()
+
+
+def unused():
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_doors_are_tried_in_turn_and_all_are_given_one_number(job, door):
+    other_job = Job()
+    other = opened_at(other_job)
+    newcomer = visit(unused(), other, door)
+    try:
+        assert newcomer.enter()[0].options.rank == 7
+        assert (len(other_job.knocks), job.knocks) == (1, [])
+        other.close()  # its member is lost while the newcomer waits
+        assert newcomer.state() == b"how it stands"
+        assert job.knocks == other_job.knocks
+    finally:
+        other.close()
+        newcomer.close()
+
+
+def test_a_member_that_the_others_have_given_up_sends_nobody_away(job, door):
+    """Its process, and so its door, may be there for a while."""
+    given_up = Job(ps.PeerLost("the others go on without this rank"))
+    other = opened_at(given_up)
+    newcomer = visit(other, door)
+    try:
+        assert newcomer.enter()[0].options.rank == 7
+        assert len(job.knocks) == 1
+    finally:
+        other.close()
+        newcomer.close()
+
+
+def test_a_newcomer_that_would_get_another_rank_says_so(job, door):
+    other = opened_at(Job())
+    newcomer = visit(other, door)
+    try:
+        newcomer.enter()
+        job.knocks.append(5)  # members have given that rank to somebody else
+        other.close()
+        with pytest.raises(ps.PeerLost, match="goes on without rank 7, a newcomer, and would count it anew as rank 8"):
+            newcomer.state()
+    finally:
+        other.close()
+        newcomer.close()
+
+
+def test_doors_of_two_jobs_are_told_apart(job, door):
+    other_job = Job()
+    other = opened_at(other_job, job_id=b"k" * 16)
+    newcomer = visit(door, other)
+    try:
+        newcomer.enter()
+        door.close()
+        with pytest.raises(ps.ProtocolError, match=rf"at {other.address} is a door of another job .*; no member answ"):
+            newcomer.state()
+        assert other_job.knocks == []
+    finally:
+        other.close()
+        newcomer.close()
+
+
+def test_each_door_and_why_it_is_none_is_named(door):
+    nobody = [unused(), unused()]
+    newcomer = visit(*nobody, rendezvous_timeout_s=0.3)
+    with pytest.raises(ps.Timeout) as caught:
+        newcomer.enter()
+    assert all(f"{one} ([Errno 111] Connection refused)" in str(caught.value) for one in nobody), caught.value
+    newcomer = visit(nobody[0], door, version="2.0")
+    with pytest.raises(ps.ProtocolError) as caught:
+        newcomer.enter()
+    assert f"the job at {door.address} runs penstock 1.0" in str(caught.value)
+    assert f"no member answered at {nobody[0]} ([Errno 111] Connection refused)" in str(caught.value)
 
 
 HALF = (

@@ -169,8 +169,8 @@ def test_a_newcomer_is_started_when_it_is_waited_for_and_gets_its_rank():
     found.lost(SEATS[1])
     assert found.next({0, 2}) is None
     found.told(2, {"awaits": "3"})
-    seat, door = found.next({0, 2})
-    assert (seat.key, seat.rank, seat.name, door) == (3, 1, "newcomer 1", "127.0.0.1:5000")
+    seat, doors = found.next({0, 2})
+    assert (seat.key, seat.rank, seat.name, doors) == (3, 1, "newcomer 1", "127.0.0.1:5000,127.0.0.1:5002")
     assert found.next({0, 2}) is None
     found.told(3, {"numbered": "3"})
     assert found.opened(3, "127.0.0.1:5003") and found.next({0, 2, 3}) is None
@@ -191,11 +191,11 @@ def test_numbers_of_newcomers_that_never_took_part_are_asked_for_first():
     assert not found.failed(4), "without it there is no replay"
 
 
-def test_a_newcomer_asks_at_the_door_of_whoever_stays_longest():
+def test_a_newcomer_asks_first_at_the_door_of_whoever_stays_longest():
     found = script()
     found.told(0, {"awaits": "3"})
-    _, door = found.next({1, 2})
-    assert door == "127.0.0.1:5002"
+    _, doors = found.next({1, 2})
+    assert doors == "127.0.0.1:5002,127.0.0.1:5001"
 
 
 def test_a_newcomer_that_was_lost_before_it_took_part_may_be_lost_again():

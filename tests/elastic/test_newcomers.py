@@ -164,6 +164,43 @@ def test_a_newcomer_waits_while_there_are_as_many_as_may_be(tmp_path):
     assert set(log[-1][0]) == {0, 1, 3}
 
 
+def asks_the_next(rank, count, doors, of_last, entered):
+    """The last one, whose door the newcomer has asked, ends while that waits to be let in."""
+    if rank == count:
+        at_last = of_last.get(timeout=PATIENCE_S)
+        entered.set()
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                socket.create_connection(at_last.rsplit(":", 1), PATIENCE_S).close()
+            except ConnectionRefusedError:
+                break
+            assert time.monotonic() < deadline, "its door is still open"
+    training = Training()
+    if rank == count - 1:
+        Relay(of_last, 2).put(training.newcomers.door)
+    elif rank == 0:
+        doors.put(f"{of_last.get(timeout=PATIENCE_S)},{training.newcomers.door}")
+    while training.progress.steps < STEPS_MAX:
+        training.step()
+        if rank == count - 1 and entered.is_set():
+            os.kill(os.getpid(), signal.SIGKILL)
+        came = next((entry.step for entry in ps.membership_log() if count in entry.members), STEPS_MAX)
+        if training.progress.steps >= came + AFTER:
+            return training.outcome()
+    raise AssertionError("nobody has come")
+
+
+def test_a_newcomer_asks_the_next_when_the_one_that_it_asked_is_lost(tmp_path):
+    doors, of_last, entered = CONTEXT.Queue(), CONTEXT.Queue(), CONTEXT.Event()
+    outcomes = run(3, asks_the_next, tmp_path, doors, of_last, entered, newcomers=1, doors=doors, **OPTIONS)
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    values = [outcome.value for outcome in outcomes if outcome is not outcomes[2]]
+    assert all(values), [outcome.error for outcome in outcomes]
+    assert_same(values)
+    assert values[0]["log"][-1][0] == (0, 1, 3)
+
+
 def comes_in_vain(rank, count, doors, over):
     training, went = None, torch.zeros(1)
     try:
@@ -552,7 +589,7 @@ def test_what_a_newcomer_brings_is_checked_at_the_door(tmp_path):
 def test_a_door_that_nobody_has_is_named():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(ps.Timeout, match=rf"no member answered at 127\.0\.0\.1:{port} \(option join"):
+    with pytest.raises(ps.Timeout, match=rf"no member answered at 127\.0\.0\.1:{port} .*option join, argument join"):
         ps.init(join=f"127.0.0.1:{port}", rendezvous_timeout_s=0.3)
 
 

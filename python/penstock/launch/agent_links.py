@@ -37,7 +37,7 @@ class AgentLink:
         host: Where it is.
         process: It, or the command that reaches it.
         seats: What it is to start.
-        door: Where the newcomer comes in, if it is a newcomer's.
+        doors: Where the newcomer comes in, if it is a newcomer's: its option ``join``.
         other_hosts: Where that can be started, too, by index.
         answers_by_s: When it has not answered by then, it is given up.
         processors: Of its host.
@@ -50,7 +50,7 @@ class AgentLink:
     host: Host
     process: subprocess.Popen[bytes]
     seats: Sequence[Seat]
-    door: str | None = None
+    doors: str | None = None
     other_hosts: Sequence[int] = ()
     answers_by_s: float = math.inf
     processors: int = 0

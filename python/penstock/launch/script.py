@@ -70,20 +70,19 @@ class Script(Vacancies):
 
     def next(self, running: Collection[int]) -> tuple[Seat, str] | None:
         """See `Vacancies`: one has its rank before the next one asks for one, so that each gets what it had."""
-        rank, worker = self._ranks + self._begun, self._with_door(running)
-        if self._closed or self._unnumbered is not None or worker is None or rank > self._asked_for:
+        rank, workers = self._ranks + self._begun, self._with_doors(running)
+        if self._closed or self._unnumbered is not None or not workers or rank > self._asked_for:
             return None
         self._begun += 1
         where = self._vacant.pop(0) if self._vacant else self._first
         seat = replace(where, newcomer=self._begun)
-        self.coming[seat.key], self._came_to[seat.key] = seat, worker
         self._unnumbered = seat.key
-        return seat, self._doors[worker]
+        return seat, self._sent(seat, workers)
 
-    def _with_door(self, running: Collection[int]) -> int | None:
-        """Whoever stays longest: a newcomer asks there more than once."""
+    def _with_doors(self, running: Collection[int]) -> list[int]:
+        """Whoever stays longest comes first: a newcomer asks there more than once."""
         known = (key for key in running if key in self._doors)
-        return max(known, key=lambda key: (self._lost_at.get(key, len(self._changes)), -key), default=None)
+        return sorted(known, key=lambda key: (-self._lost_at.get(key, len(self._changes)), key))
 
     def failed(self, key: int) -> bool:
         """See `Vacancies`: the others do without one that never took part in the run, either, or was lost there."""

@@ -227,10 +227,10 @@ class Supervisor:
     def _start(self, agent: AgentLink) -> None:
         """Have an agent start what it is there for."""
         more: dict[str, str | None] = {**self._rendezvous(), **self._plan.environment}
-        if agent.door is not None:
+        if agent.doors is not None:
             # Nor may it have them of its host's environment, which on this machine is the launcher's.
             more |= {f"{PREFIX}{name.upper()}": None for name in OF_THE_JOB}
-            more[f"{PREFIX}JOIN"] = agent.door
+            more[f"{PREFIX}JOIN"] = agent.doors
         orders = [
             {
                 "rank": seat.key,
@@ -246,7 +246,7 @@ class Supervisor:
         agent.order({"cwd": self._plan.cwd, "workers": orders})
 
     def _starting(self) -> bool:
-        return any(len(agent.pids) < len(agent.seats) for agent in self._agents if agent.door is None)
+        return any(len(agent.pids) < len(agent.seats) for agent in self._agents if agent.doors is None)
 
     def _who_is_where(self) -> str:
         servers = sum(seat.is_server for seat in self._seat_of.values())
@@ -278,9 +278,9 @@ class Supervisor:
         """Begin to start newcomers, as far as places are vacant and somebody can come."""
         running = self._taking_part() - self._stopped  # one that is stopped lets nobody in
         while (found := self._vacancies.next(running)) is not None:
-            seat, door = found
+            seat, doors = found
             others = {self._seat_of[key].host for key in running} - {seat.host}
-            self._bring(seat, door, [seat.host, *sorted(others)])
+            self._bring(seat, doors, [seat.host, *sorted(others)])
         why = self._vacancies.why_nobody(running)
         if why is not None:
             self._tell(why)
@@ -288,7 +288,7 @@ class Supervisor:
             if not agent.said_hello and time.monotonic() > agent.answers_by_s:
                 agent.process.kill()  # which its reader notices
 
-    def _bring(self, seat: Seat, door: str, hosts: Sequence[int]) -> None:
+    def _bring(self, seat: Seat, doors: str, hosts: Sequence[int]) -> None:
         """Begin to start a newcomer on the first of these hosts, or else on the next one."""
         index, *others = hosts
         host = self._plan.hosts[index]
@@ -300,14 +300,14 @@ class Supervisor:
         self._seat_of[seat.key], self._host_of[seat.key] = seat, host
         self._output.add({seat.key: seat.name})
         try:
-            self._call(host, [seat], door=door, other_hosts=others, answers_by_s=time.monotonic() + START_S)
+            self._call(host, [seat], doors=doors, other_hosts=others, answers_by_s=time.monotonic() + START_S)
         except JobFailed as failure:
-            self._not_reached(seat, door, others, failure)
+            self._not_reached(seat, doors, others, failure)
 
-    def _not_reached(self, seat: Seat, door: str, other_hosts: Sequence[int], failure: JobFailed) -> None:
+    def _not_reached(self, seat: Seat, doors: str, other_hosts: Sequence[int], failure: JobFailed) -> None:
         if other_hosts and not self._ends:
             self._tell(str(failure))
-            self._bring(seat, door, other_hosts)
+            self._bring(seat, doors, other_hosts)
         else:
             self._never_came(seat.key, str(failure))
 
@@ -395,11 +395,11 @@ class Supervisor:
         if "hello" in message:
             agent.said_hello, agent.processors = True, message["processors"]
             agent.ports = tuple(message["ports"])
-            if agent.door is not None and not self._ends:
+            if agent.doors is not None and not self._ends:
                 self._start(agent)
         elif "started" in message:
             agent.pids.append(message["pid"])
-            if agent.door is not None:
+            if agent.doors is not None:
                 [seat] = agent.seats
                 place = f"the place of rank {seat.rank}, on {agent.host.name} (pid {message['pid']})"
                 self._tell(f"{seat.name} is started in {place}")
@@ -433,7 +433,7 @@ class Supervisor:
 
     def _one_ended(self, agent: AgentLink, key: int, status: int) -> None:
         agent.left.discard(key)
-        if agent.door is not None:
+        if agent.doors is not None:
             agent.dismiss()
         if key in self._vacancies.coming:
             self._never_came(key, f"{self._ending(key, status)}, before it took part")
@@ -460,7 +460,7 @@ class Supervisor:
 
     def _agent_gone(self, agent: AgentLink) -> None:
         if not agent.left and agent.said_hello and (self._ordered or self._ends):
-            if agent.door is not None:
+            if agent.doors is not None:
                 self._forget(agent)
             return
         status = agent.ended_with(GONE_S)
@@ -471,10 +471,10 @@ class Supervisor:
         if not agent.said_hello:
             command = shlex.join(command_for(agent.host, self._plan.connect))
             failure = JobFailed(f"{agent.host.name} was not reached: `{command}` {how}", 1)
-            if agent.door is None:
+            if agent.doors is None:
                 raise failure
             self._agents.remove(agent)
-            self._not_reached(agent.seats[0], agent.door, agent.other_hosts, failure)
+            self._not_reached(agent.seats[0], agent.doors, agent.other_hosts, failure)
             return
         if not self._ordered:
             raise JobFailed(f"the agent on {agent.host.name} {how} before anything was started there", 1)

@@ -1,15 +1,15 @@
 """Places of lost workers, and who comes in them: decided purely, by what the supervisor hears.
 
-A newcomer comes to the door of a worker that runs, and takes part once it has told of a door of its own: a program
-opens one when it has what the others have (`penstock.Newcomers`). One that runs may be left out by the others, and not
-have ended yet: who has come there in vain is followed by one that comes to another door. It omits how a host is
-reached, and which.
+A newcomer comes to the doors of all workers that run, to one after the other until it is answered, and takes part once
+it has told of a door of its own: a program opens one when it has what the others have (`penstock.Newcomers`). One that
+runs may be left out by the others, and not have ended yet: who has come there first, and in vain, is followed by one
+that comes to another door first. It omits how a host is reached, and which.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.launch.placement import Seat
@@ -34,7 +34,7 @@ class Vacancies:
         self.coming: dict[int, Seat] = {}
         self._newcomers_max = newcomers_max
         self._doors: dict[int, str] = {}
-        self._came_to: dict[int, int] = {}  # by key of a newcomer that of the worker with its door
+        self._came_to: dict[int, int] = {}  # by key of a newcomer that of the worker with its first door
         self._in_vain_at: Counter[int] = Counter()
         self._vacant: list[Seat] = []
         self._begun = self._in_vain = 0
@@ -79,15 +79,14 @@ class Vacancies:
             running: Keys of the workers that take part.
 
         Returns:
-            Its seat, and the door to come to; None: there is nothing to be done at present.
+            Its seat, and the doors to come to, for the option ``join``; None: there is nothing to be done at present.
         """
-        worker = self._with_door(running)
-        if not self._vacant or worker is None or self._closed or self._obstacle(running) is not None:
+        workers = self._with_doors(running)
+        if not self._vacant or not workers or self._closed or self._obstacle(running) is not None:
             return None
         self._begun += 1
         seat = replace(self._vacant.pop(0), newcomer=self._begun)
-        self.coming[seat.key], self._came_to[seat.key] = seat, worker
-        return seat, self._doors[worker]
+        return seat, self._sent(seat, workers)
 
     def why_nobody(self, running: Collection[int]) -> str | None:
         """Why nobody comes in a place that is vacant. Each reason is given once."""
@@ -97,17 +96,21 @@ class Vacancies:
         self._said.add(why)
         return why
 
-    def _with_door(self, running: Collection[int]) -> int | None:
-        """The worker to whose door a newcomer is to come."""
-        found = (key for key in running if key in self._doors)
-        return min(found, key=lambda key: (self._in_vain_at[key], key), default=None)
+    def _sent(self, seat: Seat, workers: Sequence[int]) -> str:
+        """This newcomer comes to the doors of these workers, in their order: where they are."""
+        self.coming[seat.key], self._came_to[seat.key] = seat, workers[0]
+        return ",".join(self._doors[worker] for worker in workers)
+
+    def _with_doors(self, running: Collection[int]) -> list[int]:
+        """The workers to whose doors a newcomer is to come, in this order."""
+        return sorted((key for key in running if key in self._doors), key=lambda key: (self._in_vain_at[key], key))
 
     def _obstacle(self, running: Collection[int]) -> str | None:
         if self._in_vain >= IN_VAIN_MAX:
             return f"{IN_VAIN_MAX} newcomers in a row have ended before they took part: no more are started"
         if self._newcomers_max is not None and self._begun >= self._newcomers_max:
             return f"no more newcomers are started: --max-restarts is {self._newcomers_max}"
-        if self._with_door(running) is None:
+        if not self._with_doors(running):
             return (
                 "nobody can come in the place of a lost worker: none of those that are left has opened a door so far, "
                 "as programs do that make penstock.Newcomers"
