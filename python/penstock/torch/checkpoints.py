@@ -65,7 +65,7 @@ def resume(directory: str | os.PathLike[str], model: nn.Module, optimizer: Any =
         optimizer: Its optimizer, a sequence of several, or none.
         **states: By name what else the training goes on from, the same on all ranks: whatever has ``state_dict()`` and
             ``load_state_dict()`` (schedulers, an `ElasticSampler`, a `GradScaler`), or dictionaries, whose content is
-            replaced. Of tensors, numbers, strings, lists and dictionaries.
+            replaced. Of tensors, numbers, strings, lists, sets and dictionaries.
 
     Returns:
         How many steps were made before the checkpoint, from which `penstock.checkpoint` counts on; 0 if there is none.

@@ -171,7 +171,7 @@ class Newcomers:
 
     Args:
         **states: By name what else is to be the same on all ranks: an `ElasticSampler`, schedulers, a `GradScaler`,
-            whatever has ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, strings, lists and
+            whatever has ``state_dict()`` and ``load_state_dict()``, of tensors, numbers, strings, lists, sets and
             dictionaries of them.
 
     Attributes:
