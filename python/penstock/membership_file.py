@@ -1,13 +1,15 @@
 """The membership log of a run as a file: what a replay needs to know of it, as lines of JSON that people can read.
 
-The first line says what ran and how: the program and its arguments, options that decide about bits, how tensors were
-cut. A line for each epoch follows, with whom the program counts from which step on, over whom the rounds of the engine
-are, and how many rounds of each slice were over before: a step in which a rank was lost is averaged over all of them
-for some slices and over those that are left for others. Collectives have no steps: where one is the first that was made
-among the members of a later epoch, a line says so. The last line says that the program has come to its end.
+The first line says how many lines there are, and what ran and how: the program and its arguments, options that decide
+about bits, how tensors were cut. A line for each epoch follows, with whom the program counts from which step on, over
+whom the rounds of the engine are, and how many rounds of each slice were over before: a step in which a rank was lost
+is averaged over all of them for some slices and over those that are left for others. Collectives have no steps: where
+one is the first that was made among the members of a later epoch, a line says so. The last line says that the program
+has come to its end.
 
-The file is small, and is written anew whenever there is a new line: there is never half a line in it, unless somebody
-cuts it. It omits who writes when, which is `penstock.log_keeping`, and what a replay makes of it, `penstock.replaying`.
+The file is small, and is written anew whenever there is a new line: it is never torn, unless somebody cuts it. One that
+was cut behind a line would be that of a run which did not come to its end, but for the number of lines. It omits who
+writes when, which is `penstock.log_keeping`, and what a replay makes of it, `penstock.replaying`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ __all__ = [
 ]
 
 KIND = "penstock membership log"
-FORMAT = 1
+FORMAT = 2
 SLICES_MAX = 1 << 24
 """Of a book, as in crates/core/src/limits.rs."""
 
@@ -219,7 +221,7 @@ def write_log(path: Path, run: LoggedRun) -> None:
         OSError: It cannot be written.
     """
     header = run.header
-    lines: list[dict[str, Any]] = [{"log": KIND, "format": FORMAT, **vars(header)}]
+    lines: list[dict[str, Any]] = [{"log": KIND, "format": FORMAT, "lines": 0, **vars(header)}]
     calls = [*run.calls]
     for number, epoch in enumerate(run.epochs):
         while calls and calls[0].epoch < number:
@@ -228,6 +230,7 @@ def write_log(path: Path, run: LoggedRun) -> None:
     lines.extend(call._asdict() for call in calls)
     if run.end is not None:
         lines.append({"end": run.end.steps, "call": run.end.call, "digests": run.end.digests})
+    lines[0]["lines"] = len(lines)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     whole_files.put(path, lambda to: Path(to).write_text(text, encoding="utf-8"))
 
@@ -244,7 +247,7 @@ def read_log(path: Path) -> LoggedRun:
     except OSError as error:
         raise ConfigError(f"membership log {path}: {error.strerror}") from error
     lines = data.split(b"\n")
-    header = _header(path, lines[0], is_whole=len(lines) > 1)
+    header, count = _header(path, lines[0], is_whole=len(lines) > 1)
     epochs: list[LoggedEpoch] = []
     calls: list[LoggedCall] = []
     end: LoggedEnd | None = None
@@ -269,17 +272,20 @@ def read_log(path: Path) -> LoggedRun:
             f"membership log {path}, line {len(lines)}: it breaks off, so the file is torn: copy it anew from where it "
             "was written"
         )
-    if not epochs or epochs[0].among != tuple(range(header.ranks)):
+    if len(lines) - 1 != count:
         raise ConfigError(
-            f"membership log {path}: it does not say who took part at first, so the file is torn or damaged: copy it "
-            "anew from where it was written"
+            f"membership log {path}: it has {len(lines) - 1} lines, and says that there are {count}, so the file is "
+            "torn: copy it anew from where it was written"
         )
+    if not epochs or epochs[0].among != tuple(range(header.ranks)):
+        raise ConfigError(f"membership log {path}: it does not say who took part at first; is the file damaged?")
     if any(call.epoch >= len(epochs) for call in calls):
         raise ConfigError(f"membership log {path}: a collective is of an epoch that is not there; is the file damaged?")
     return LoggedRun(header, tuple(epochs), tuple(calls), end)
 
 
-def _header(path: Path, line: bytes, *, is_whole: bool) -> RunHeader:
+def _header(path: Path, line: bytes, *, is_whole: bool) -> tuple[RunHeader, int]:
+    """What the first line says: what ran, and how many lines there are."""
     try:
         said = json.loads(line)
         is_one = said["log"] == KIND
@@ -298,7 +304,7 @@ def _header(path: Path, line: bytes, *, is_whole: bool) -> RunHeader:
             f"the one that has written it, {writer}"
         )
     try:
-        return RunHeader(
+        header = RunHeader(
             job=str(said["job"]),
             ranks=_natural(said["ranks"], 1, RANKS_MAX),
             rank=_natural(said["rank"]),
@@ -311,6 +317,7 @@ def _header(path: Path, line: bytes, *, is_whole: bool) -> RunHeader:
             seed=None if said["seed"] is None else int(said["seed"]),
             versions={str(name): str(version) for name, version in said["versions"].items()},
         )
+        return header, _natural(said["lines"], 1)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"membership log {path}, line 1: {_why(error)}; is the file damaged?") from None
 

@@ -191,7 +191,7 @@ def test_logs_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"log": "penstock membership log", "format": 99}\n', encoding="utf-8")
     for name, says in (
         ("torn.jsonl", "line 1: it breaks off, so the file is torn"),
-        ("other.jsonl", "has format 99, and this version of Penstock reads 1"),
+        ("other.jsonl", "has format 99, and this version of Penstock reads 2"),
         ("nothing.jsonl", "No such file or directory"),
     ):
         status, _, err = penstock(tmp_path, "replay", name)
@@ -203,7 +203,7 @@ def test_a_program_that_is_gone_is_named(tmp_path):
     header = {"job": "00", "ranks": 2, "rank": 0, "command": ["train.py"], "directory": str(tmp_path / "gone")}
     more = {"options": {}, "slicing": [65536, 65536, 1], "lanes": 1, "threads": None, "seed": None, "versions": {}}
     epoch = {"epoch": 0, "members": [0, 1], "step": 1, "whole_steps": 0, "among": [0, 1], "rounds": []}
-    lines = [{"log": "penstock membership log", "format": 1, **header, **more}, epoch]
+    lines = [{"log": "penstock membership log", "format": 2, "lines": 2, **header, **more}, epoch]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "there" / "run.jsonl").write_text(text, encoding="utf-8")
     status, _, err = penstock(tmp_path / "there", "replay", "run.jsonl")
