@@ -24,6 +24,7 @@ from penstock.members import EngineCourse, Membership
 from penstock.metrics.exporting import begin as begin_metrics
 from penstock.metrics.exporting import check_library
 from penstock.running import Job, one_line
+from penstock.tracing.moments import moments_of
 from penstock.version import installed_version
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def _start_as_newcomer(launch: Launch, run: LoggedRun | None) -> Job:
     if run is not None:
         engine.cut_as(*run.header.slicing)
     _begin_membership(job, run, arriving=True)
+    moments_of(engine).arriving = True
     _begin_what_is_seen(job, agreement)
     return job
 

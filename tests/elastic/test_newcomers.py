@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
+import programs
 import pytest
 import torch
 from job_processes import CONTEXT, PATIENCE_S, run, run_well
@@ -15,7 +16,11 @@ from torch import nn
 
 import penstock as ps
 from penstock import job
+from penstock._native import RECORD
 from penstock.torch.newcomers import Telling
+from penstock.tracing.activities import activities_of
+from penstock.tracing.moments import decoded
+from penstock.tracing.trace_file import read
 from penstock.whole_files import newest
 
 SECRET = USUAL["secret"]
@@ -360,6 +365,41 @@ def test_every_sample_is_dealt_once_in_the_pass_in_which_somebody_comes(tmp_path
         # Where fewer samples than ranks are left some are seen by two.
         assert set(samples) == set(range(160)) and len(samples) < 160 + 3, epoch
     assert len(outcomes[2][0]) > 0
+
+
+@pytest.mark.parametrize("steps", [f"0-{STEPS_MAX}", pytest.param("1", marks=pytest.mark.long)])
+def test_a_newcomer_traces_the_steps_of_the_job(tmp_path, steps):
+    """Not its own, of which the first is the first that it makes with the others."""
+    doors, place = CONTEXT.Queue(), tmp_path / "traces"
+    options = {**OPTIONS, "trace": place, "trace_steps": steps}
+    outcomes = run_well(2, grows, tmp_path, Relay(doors), 3, newcomers=1, doors=doors, **options)
+    traces = {trace.header["rank"]: trace for trace in (read(path, RECORD) for path in place.iterdir())}
+    first, last = outcomes[2]["from"] - 1, outcomes[0]["steps"] - 1
+    assert {rank: trace.header["steps"][0] for rank, trace in traces.items()} == {0: 0, 1: 0, 2: first}
+    seen = {
+        rank: [one.number for one in activities_of(decoded(bytes(trace.moments)), trace.header["steps"][0]).steps]
+        for rank, trace in traces.items()
+    }
+    assert seen[2][:1] == [first]
+    if steps != "1":
+        assert seen[0][-1] == seen[1][-1] == seen[2][-1] == last
+    done = programs.run("-m", "penstock", "trace", "merge", str(place), timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "rank 2" in done.stdout
+
+
+def grows_and_knows_its_trace(rank, count, doors, target):
+    grows(rank, count, doors, target)
+    trace = job.current().trace
+    return trace.path.exists(), trace.has_ended
+
+
+@pytest.mark.long
+def test_steps_that_are_over_are_traced_by_no_newcomer(tmp_path):
+    doors = CONTEXT.Queue()
+    options = {**OPTIONS, "trace": tmp_path / "traces", "trace_steps": "0-0"}
+    call = (2, grows_and_knows_its_trace, tmp_path, Relay(doors), 3)
+    assert run_well(*call, newcomers=1, doors=doors, **options) == [(True, True), (True, True), (False, True)]
 
 
 def calls_after(rank, count, doors, directory):

@@ -222,6 +222,7 @@ class Distributed:
             membership.takes(self)
             if told is not None and told["counts"]:
                 self.moments.counting = self.gradients.id  # whichever makes a step first here
+                self.moments.steps = told["steps"]
             if told is not None and (told["counts"] or not membership.counts):
                 membership.count(membership.steps, self.gradients.id)
 
@@ -469,6 +470,7 @@ class Distributed:
             "step": self.gradients.step,
             "backwards": self.gradients.closed,
             "counts": self.moments.counting == self.gradients.id,
+            "steps": self.moments.steps,
             "buffers": self.drift.first,
             "lateness": None if self.lateness is None else self.lateness.state,
         }

@@ -24,6 +24,7 @@ from penstock.ending import described
 from penstock.errors import ConfigError, PeerLost
 from penstock.starting import open_door
 from penstock.torch.state_tree import check_stateful, descriptions, empty, joined, split
+from penstock.tracing.moments import moments_of
 
 if TYPE_CHECKING:
     from penstock.job import Job
@@ -218,6 +219,7 @@ class Newcomers:
             for part in membership.each_part():
                 part.has_been_told()
             membership.arriving = False
+            moments_of(running.engine).has_arrived()
         else:
             self._compare()
         membership.takes(self)

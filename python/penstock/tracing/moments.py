@@ -93,9 +93,11 @@ class Moments:
         steps: Steps that are over: calls of `step` of the optimizer that called it first, or, where none does, backward
             passes of the model that had one first.
         counting: The book of the gradients whose steps these are, once there is one.
+        arriving: Whether this rank is a newcomer that has yet to be told how many steps are over.
         asynchronous: Books in which no rank waits for another.
         at_step: Called when a step is over, with `steps`. A trace's.
-        step_over: The same, of who counts steps and writes no trace: metrics.
+        at_arrival: Called when a newcomer has been told. A trace's.
+        step_over: The same, as `at_step`, of who counts steps and writes no trace: metrics.
         at_backward: Called when a backward of that model begins.
         judge: Of this job, if there is one.
         keeper: For whom moments and the engine's records are kept, a trace or the judge: for one at a time.
@@ -106,6 +108,8 @@ class Moments:
         self._engine = engine  # whose id names this
         self.on = False
         self.steps = 0
+        self.arriving = False
+        self.at_arrival: Callable[[], None] | None = None
         self.at_step: Callable[[int], None] | None = None
         self.step_over: Callable[[], None] | None = None
         self.at_backward: Callable[[], None] | None = None
@@ -150,6 +154,12 @@ class Moments:
                 self.step_over()
             if self.at_step is not None:
                 self.at_step(self.steps)
+
+    def has_arrived(self) -> None:
+        """At a newcomer: `steps` are the others' from now on, and it makes the next one with them."""
+        self.arriving = False
+        if self.at_arrival is not None:
+            self.at_arrival()
 
     def take(self) -> tuple[bytes, int]:
         """What was noted since the last call, in the order of time, and how much was dropped."""

@@ -71,10 +71,10 @@ def begin(job: Traceable, directory: str | os.PathLike[str], steps: int | range)
         raise ConfigError(f"penstock.trace: a trace is being written to {job.trace.path}; call its stop() first")
     if job.trace is not None:
         job.trace.stop()  # what it still writes is soon written
-    first, count = _bounds(steps, moments_of(job.engine).steps)
+    _bounds(steps, moments_of(job.engine).steps)
     number = 1 if job.trace is None else job.trace.number + 1
     try:
-        job.trace = Trace(job, Path(directory), first, count, number)
+        job.trace = Trace(job, Path(directory), steps, number)
     except TypeError:
         raise ConfigError(f"penstock.trace: {directory!r} is no path of a directory") from None
     except OSError as error:
@@ -106,7 +106,7 @@ class Trace:
         has_ended: Whether nothing is written any more, and the file is whole.
     """
 
-    def __init__(self, job: Traceable, directory: Path, first: int, count: int, number: int) -> None:
+    def __init__(self, job: Traceable, directory: Path, steps: int | range, number: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         options, self.number = job.options, number
         name = options.name_of(options.engine_rank).replace(" ", "-")
@@ -115,7 +115,8 @@ class Trace:
         self._engine: Engine = job.engine
         self._moments: Moments = moments_of(job.engine)
         self._kept_before = options.observations
-        self._first, self._past = first, first + count
+        self._steps = steps
+        self._first, self._past = 0, 0
         self._landed = 0
         self._books: tuple[object, ...] = (0, 0, [])  # written: how many, of them asynchronous, whose costs
         self._costs: dict[str, dict[str, Any]] = {}  # by book: of a model that is gone, too
@@ -125,28 +126,26 @@ class Trace:
         self._thread: threading.Thread | None = None
         from penstock._native import RECORD
 
-        self._file = TraceFile(
-            self.path,
-            {
-                "job": job.job_id.hex(),
-                "number": number,
-                "rank": options.engine_rank,
-                "name": options.name_of(options.engine_rank),
-                "size": options.ranks,
-                "workers": options.world_size,
-                "lanes": self._engine.report()["lanes"],
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "boot": boot(),
-                "steps": [first, count],
-                "penstock": installed_version(),
-                "start": _start_of(job),
-                "record": RECORD,
-            },
-        )
-        self._moments.at_step, self._moments.at_backward = self._at_step, self._at_backward
-        if first <= self._moments.steps:
-            self._start()
+        self._header = {
+            "job": job.job_id.hex(),
+            "number": number,
+            "rank": options.engine_rank,
+            "name": options.name_of(options.engine_rank),
+            "size": options.ranks,
+            "workers": options.world_size,
+            "lanes": self._engine.report()["lanes"],
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "boot": boot(),
+            "penstock": installed_version(),
+            "start": _start_of(job),
+            "record": RECORD,
+        }
+        self._file: TraceFile | None = None  # none before it is known which steps there are
+        if self._moments.arriving:
+            self._moments.at_arrival = self._at_arrival
+        else:
+            self._begin(*_bounds(steps, self._moments.steps))
 
     def __enter__(self) -> Trace:
         return self
@@ -179,6 +178,27 @@ class Trace:
 
     # On the program's thread
 
+    def _begin(self, first: int, count: int) -> None:
+        self._file = TraceFile(self.path, {**self._header, "steps": [first, count]})
+        self._first, self._past = first, first + count
+        self._moments.at_step, self._moments.at_backward = self._at_step, self._at_backward
+        if first <= self._moments.steps:
+            self._start()
+
+    def _at_arrival(self) -> None:
+        """At a newcomer: of the steps that were asked for some may be over, or all."""
+        done = self._moments.steps
+        asked = range(done, done + self._steps) if isinstance(self._steps, int) else self._steps
+        left = range(max(asked.start, done), asked.stop)
+        if not left:
+            self.end(f"{done} steps were done when this newcomer came")
+            return
+        try:
+            self._begin(left.start, len(left))
+        except OSError as error:
+            _log.warning("penstock: there is no trace %s: %s", self.path, error.strerror)
+            self.end(f"{error}")
+
     def _at_step(self, done: int) -> None:
         if done == self._first:
             self._start()
@@ -208,25 +228,29 @@ class Trace:
         moments = self._moments
         if moments.at_step == self._at_step:
             moments.at_step, moments.at_backward = None, None
+        if moments.at_arrival == self._at_arrival:
+            moments.at_arrival = None
         if moments.keeper is self:
             moments.on = False
 
     # On the thread that writes
 
     def _run(self) -> None:
+        file = self._file
+        assert file is not None  # steps have begun
         try:
             every_s = FIRST_S
             while not self._wake.wait(every_s):
-                records = self._write()
+                records = self._write(file)
                 every_s = min(max(EVERY_S_MIN, every_s * RECORDS_WANTED / max(1, records)), EVERY_S_MAX)
-                if self._file.nbytes >= FILE_BYTES_MAX:
+                if file.nbytes >= FILE_BYTES_MAX:
                     self._ask_to_end(f"the file has {FILE_BYTES_MAX >> 20} MiB")
         except (OSError, PenstockError) as error:
             self._ask_to_end(f"{error}")
             _log.warning("penstock: the trace %s ends: %s", self.path, error)
         self._close()
 
-    def _write(self, *, last: bool = False) -> int:
+    def _write(self, file: TraceFile, *, last: bool = False) -> int:
         """Write what there is; returns how many records."""
         asynchronous = self._moments.asynchronous
         costs = {book: facts for one in attached() for book, facts in one.costs(self._engine).items()}
@@ -234,7 +258,7 @@ class Trace:
         if books != self._books or (last and costs):  # schemes may have changed since
             self._books = books
             self._costs.update({book: facts() for book, facts in costs.items()})
-            self._file.books(
+            file.books(
                 [
                     {
                         "name": one["name"],
@@ -246,27 +270,31 @@ class Trace:
                 ]
             )
         packed, lost = self._engine.observations(in_order=False)  # who merges puts them in order
-        self._file.block("records", packed, lost)
-        self._file.block("moments", *self._moments.take())
+        file.block("records", packed, lost)
+        file.block("moments", *self._moments.take())
         return len(packed) // RECORD_BYTES + lost
 
     def _close(self) -> None:
         if not self._closing.acquire(blocking=False):
             return
-        try:
-            slices = 0
-            if self._thread is not None:  # it has come to its first step
-                slices = self._engine.observe(self._kept_before) - self._landed
-                self._write(last=True)
-            self._file.end(slices=slices, why=self._why)
-        except (OSError, PenstockError) as error:
-            _log.warning("penstock: the trace %s has no end: %s", self.path, error)
-            with contextlib.suppress(OSError):
-                self._file.close()
+        if self._file is not None:
+            self._end_file(self._file)
         with self._moments.keeping:
             if self._moments.keeper is self:
                 self._moments.keeper = None
         self.has_ended = True
+
+    def _end_file(self, file: TraceFile) -> None:
+        try:
+            slices = 0
+            if self._thread is not None:  # it has come to its first step
+                slices = self._engine.observe(self._kept_before) - self._landed
+                self._write(file, last=True)
+            file.end(slices=slices, why=self._why)
+        except (OSError, PenstockError) as error:
+            _log.warning("penstock: the trace %s has no end: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def _start_of(job: Traceable) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def trace(directory: str | os.PathLike[str], steps: int | range = STEPS) -> Trac
         steps: So many steps from now on, or which: `range(100, 110)`, counted from 0 since the first. A step ends with
             the optimizer's `step`; what it has left outstanding is in the trace, too. Jobs that make no such steps (of
             a `KVStore` alone, or with local updates) are traced until they end. A job of one process has nothing to
-            trace.
+            trace. A newcomer of an elastic job counts as the others do, and its trace begins when it takes part.
 
     Returns:
         What ends it early: its `stop`, or a ``with`` statement.
