@@ -388,6 +388,48 @@ def test_a_newcomer_traces_the_steps_of_the_job(tmp_path, steps):
     assert "rank 2" in done.stdout
 
 
+def freezes(rank, count, doors):
+    """When the newcomer comes the first layer is frozen; its program has frozen the others."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3))
+    model[2].requires_grad_(False)
+    at_first = model[0].weight.detach().clone()
+    model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    model[4].requires_grad_(False)
+    progress = Progress()
+    newcomers = ps.Newcomers(progress=progress)
+    told = [param.requires_grad for param in model.parameters()]
+    if rank == 0:
+        doors.put(newcomers.door)
+    came = STEPS_MAX
+    while progress.steps < came + 2 * AFTER:
+        newcomers.let_in()
+        progress.steps += 1
+        if progress.steps == 1:
+            model[0].requires_grad_(False)
+            model[2].requires_grad_(True)
+            model[4].requires_grad_(True)
+        came = next((entry.step for entry in ps.membership_log() if len(entry.members) == 3), STEPS_MAX)
+        if progress.steps == came + AFTER:
+            stayed = model[0].weight.equal(at_first)
+            model[0].requires_grad_(True)
+        x, y = batch(progress.steps, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    ps.synchronize(model)
+    return stayed, told, [param.detach().numpy().tobytes() for param in model.parameters()]
+
+
+def test_a_newcomer_has_frozen_what_the_others_have(tmp_path):
+    """All ranks would make updates of what they have frozen, by the newcomer's gradients."""
+    doors = CONTEXT.Queue()
+    values = run_well(2, freezes, tmp_path, Relay(doors), newcomers=1, doors=doors, **OPTIONS)
+    assert [stayed for stayed, *_ in values] == [True] * 3
+    assert values[2][1] == [False, False, True, True, True, True]
+    assert values[0][2] == values[1][2] == values[2][2]
+
+
 def grows_and_knows_its_trace(rank, count, doors, target):
     grows(rank, count, doors, target)
     trace = job.current().trace

@@ -215,6 +215,7 @@ class Distributed:
         self.uneven = False  # ranks that have no batch left go along
         self._step_is_new = False  # no forward since the last step
         self._told_groups: list[list[dict[str, Any]]] = []  # at a newcomer, hyperparameters of its optimizers
+        self._told_frozen = None if told is None else {*told["frozen"]}
         self._at_start: list[Layer] = []
         self.norms = SyncedNorms(self.gradients, model, name, self.is_live, agreeing, membership)
         self._attach()
@@ -471,6 +472,7 @@ class Distributed:
             "backwards": self.gradients.closed,
             "counts": self.moments.counting == self.gradients.id,
             "steps": self.moments.steps,
+            "frozen": [slot.index for slot in self.slots if not slot.param.requires_grad],
             "buffers": self.drift.first,
             "lateness": None if self.lateness is None else self.lateness.state,
         }
@@ -494,6 +496,7 @@ class Distributed:
 
     def has_been_told(self) -> None:
         """See `penstock.members.ElasticPart`."""
+        self._freeze()
         # Schedulers that the program has made meanwhile have set what they begin with.
         for updates, groups in zip(self.updates, self._told_groups, strict=True):
             for group, told in zip(updates.optimizer.param_groups, groups, strict=True):
@@ -517,6 +520,13 @@ class Distributed:
         for updates, state in zip(self.updates, states["optimizers"], strict=True):
             updates.optimizer.load_state_dict(state)
         self._told_groups = [state["param_groups"] for state in states["optimizers"]]
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """At a newcomer: what the others have frozen, and no more. Gradients of one rank would train it on all."""
+        if self._told_frozen is not None:
+            for slot in self.slots:
+                slot.param.requires_grad_(slot.index not in self._told_frozen)
 
     def end_observation(self) -> None:
         """The first step is made: what was seen until now says who reads which parameter."""
