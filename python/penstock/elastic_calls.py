@@ -96,7 +96,7 @@ class _Greeting(NamedTuple):
         if self.call == "barrier":
             return "a barrier"
         if self.call == "blobs":
-            return "no collective"
+            return f"a function of Penstock's that is no collective (number {self.about:x})"
         how = "" if self.op == "copy" else f", {self.op} of {self.dtype}"
         root = f", root {self.about}" if self.call in ("reduce", "broadcast", "scatter", "gather") else ""
         return f"{self.call} of {self.nbytes} bytes{how}{root}"
@@ -312,12 +312,14 @@ class ElasticCalls:
         call.keep = (inputs, given)
         return self._begin(call)
 
-    def all_gather(self, caller: str, blob: bytes) -> list[bytes | None]:
+    def all_gather(self, caller: str, blob: bytes, *, others_end: bool = False) -> list[bytes | None]:
         """Everybody's bytes, of any length, by the ranks that they began with; None for who is lost.
 
         Args:
             caller: The public function that asks, the same on all ranks.
             blob: This rank's.
+            others_end: Whether a rank that calls something else than the first ends for that error, as a newcomer does
+                whose program is another: the others raise nothing, and go on without it.
 
         Raises:
             PenstockError: As a call.
@@ -326,7 +328,8 @@ class ElasticCalls:
         place = ctypes.create_string_buffer(blob, max(1, len(blob)))
 
         def do() -> None:
-            said, rows = self._greet("blobs", "copy", "bytes", zlib.crc32(caller.encode()), len(blob))
+            about = zlib.crc32(caller.encode())
+            said, rows = self._greet("blobs", "copy", "bytes", about, len(blob), caller=caller, others_end=others_end)
             lengths = [0 if row is None else row.nbytes for row in rows]
             own = ctypes.addressof(place)
             spans = [_Stretch(n, rank, own if rank == self._own else None) for rank, n in enumerate(lengths)]
@@ -417,26 +420,39 @@ class ElasticCalls:
     # Greetings, closings, and what is between them
 
     def _greet(
-        self, call: str, op: _Op, dtype: str, about: int, nbytes: int
+        self,
+        call: str,
+        op: _Op,
+        dtype: str,
+        about: int,
+        nbytes: int,
+        *,
+        caller: str | None = None,
+        others_end: bool = False,
     ) -> tuple[_Greeting, list[_Greeting | None]]:
         """Say what this rank calls; what it has said, and what each has, by the rank that it began with.
 
         Raises:
-            ConfigError: Others call something else. On all ranks.
+            ConfigError: Others call something else. On all ranks; or, with `others_end`, on those that do not call what
+                the first one calls.
         """
-        said = _Greeting(call, op, dtype, self._count, about, nbytes, self._engine.epoch)
-        self._count = (self._count + 1) % (1 << 32)
-        rows = self._tell(said)
-        every = [(rank, row) for rank, row in enumerate(rows) if row is not None]
-        for rank, row in every:
-            first, other = every[0]
-            if row.alike != other.alike:
+        while True:
+            said = _Greeting(call, op, dtype, self._count, about, nbytes, self._engine.epoch)
+            self._count = (self._count + 1) % (1 << 32)
+            rows = self._tell(said)
+            every = [(rank, row) for rank, row in enumerate(rows) if row is not None]
+            first, usual = every[0]
+            odd = next((one for one in every if one[1].alike != usual.alike), None)
+            if odd is None:
+                return said, rows
+            if not others_end or said.alike != usual.alike:
+                rank, row = odd
                 raise ConfigError(
-                    f"penstock.{call}: rank {rank} calls {row.words()}, rank {first} {other.words()}; all ranks make "
-                    "the same calls in the same order",
+                    f"{caller or 'penstock.' + call}: rank {rank} calls {row.words()}, rank {first} {usual.words()}; "
+                    "all ranks make the same calls in the same order",
                     rank=rank,
                 )
-        return said, rows
+            # This round ends once those are lost who have raised it.
 
     def _tell(self, said: _Greeting) -> list[_Greeting | None]:
         """One round: what each member says."""

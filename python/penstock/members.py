@@ -253,7 +253,7 @@ class Membership:
             for part in self.each_part():
                 part.tell_newcomers(self.members, came)
         except ConfigError as error:
-            # What a newcomer calls instead, all find at the same call. There it ends, and is lost as any member is.
+            # All hear that at the same call. Newcomers end there, and are lost as any member is.
             _log.warning("rank %d: a newcomer (of ranks %s) was not told everything: %s", self.own, came, error)
 
     def come(self) -> None:

@@ -1,6 +1,7 @@
 """New workers come to a job that runs: they get what all have, and take part from a step that all know."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -10,7 +11,7 @@ import numpy
 import programs
 import pytest
 import torch
-from job_processes import CONTEXT, PATIENCE_S, run, run_well
+from job_processes import CONTEXT, PATIENCE_S, barrier, run, run_well
 from job_processes import OPTIONS as USUAL
 from torch import nn
 
@@ -632,6 +633,36 @@ def test_a_newcomer_whose_program_is_another_is_left_out_and_the_others_go_on(tm
     assert isinstance(newcomer.error, ps.PenstockError), newcomer.error
     assert [member.error for member in members] == [None, None]
     assert_same([member.value for member in members])
+
+
+def one_of_two_has_one_model_more(rank, count, doors, both, wrong):
+    if rank >= count:
+        both.wait()
+    if rank == wrong:
+        return one_model_more(rank, rank, doors)
+    training, last = Training(doors if rank == 0 else None), STEPS_MAX
+    while training.progress.steps < last:
+        training.step()
+        log = ps.membership_log()
+        if len(log[-1].members) == 3 and {2, 3} <= {member for entry in log for member in entry.members}:
+            last = log[-1].step + AFTER
+    assert last < STEPS_MAX, "nobody has come"
+    return training.outcome()
+
+
+@pytest.mark.parametrize("wrong", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_of_two_newcomers_at_once_the_wrong_one_ends_alone(tmp_path, wrong):
+    """All of them find that calls differ, and the other one's are those of the members."""
+    doors = CONTEXT.Queue()
+    call = (2, one_of_two_has_one_model_more, tmp_path, Relay(doors, 2), barrier(2), wrong)
+    outcomes = run(*call, newcomers=2, doors=doors, **OPTIONS)
+    odd = outcomes.pop(wrong)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert isinstance(odd.error, ps.ConfigError), odd.error
+    said = r"penstock\.distribute: rank [23] calls a function of Penstock's that is no collective"
+    assert re.match(said, str(odd.error)), odd.error
+    assert_same([outcome.value for outcome in outcomes])
+    assert outcomes[0].value["log"][-1][0] in [(0, 1, 2), (0, 1, 3)]
 
 
 def trains_until(rank, count, doors, over):

@@ -27,6 +27,7 @@ from penstock.torch.state_tree import check_stateful, descriptions, empty, joine
 from penstock.tracing.moments import moments_of
 
 if TYPE_CHECKING:
+    from penstock.elastic_calls import ElasticCalls
     from penstock.job import Job
 
 __all__ = ["Newcomers", "Telling"]
@@ -35,6 +36,26 @@ _CALLER = "penstock.Newcomers"
 TURN_BYTES = 16 << 20
 """So little that a newcomer on a line of 1 Mbit/s has it in time."""
 LOOK_S = 0.005
+
+
+class _Alike:
+    """How those gather who are told or tell: a newcomer that calls something else than the members ends alone.
+
+    Args:
+        calls: Of the job.
+    """
+
+    def __init__(self, calls: ElasticCalls) -> None:
+        self._calls = calls
+
+    @property
+    def first(self) -> int:
+        """See `penstock.gathering.Gathering`."""
+        return self._calls.first
+
+    def all_gather(self, caller: str, blob: bytes) -> list[bytes | None]:
+        """See `penstock.gathering.Gathering`."""
+        return self._calls.all_gather(caller, blob, others_end=True)
 
 
 class Telling:
@@ -56,6 +77,8 @@ class Telling:
     ) -> None:
         self._running, self._caller, self._make, self._came = running, caller, make, came
         self._engine = running.engine
+        assert running.calls is not None  # members, and newcomers that are let in, have some
+        self._gathering = _Alike(running.calls)
         self._own: dict[str, Tensor] = {}  # where this rank tells
         self._found: dict[str, Tensor] = {}  # where it is told
         self._told: dict[str, Any] = {}
@@ -68,7 +91,7 @@ class Telling:
         Raises:
             PeerLost: Nobody is left who could tell it.
         """
-        self._told, self._by = on_first(self._running.gathering, self._running.rank, self._caller, self._describe)
+        self._told, self._by = on_first(self._gathering, self._running.rank, self._caller, self._describe)
         said: dict[str, Any] = self._told["said"]
         return said
 
@@ -119,7 +142,7 @@ class Telling:
     def _all_have(self, here: bool) -> bool:
         """Whether all newcomers that are left have it, and what comes next is from who has told before."""
         said = json.dumps([here, self._engine.epoch]).encode()
-        rows = self._running.gathering.all_gather(self._caller, said)
+        rows = self._gathering.all_gather(self._caller, said)
         there = [json.loads(row) for row in rows if row is not None]
         self._epoch = max(epoch for _, epoch in there)
         if rows[self._by] is not None:
