@@ -14,6 +14,7 @@ import pytest
 import torch
 from job_processes import CONTEXT, PATIENCE_S, barrier, die_in, run, run_well
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock import job
@@ -197,13 +198,112 @@ def test_each_exchange_is_over_those_who_were_in_it(where, tmp_path):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+# Of a layer that is computed again in backward
+
+
+class Again(Net):
+    """Its second layer is; `behind` is called with how often it was computed."""
+
+    def __init__(self, reentrant):
+        super().__init__(torch.float64)
+        self.reentrant, self.computed = reentrant, 0
+        self.behind = lambda count: None
+
+    def upper(self, hidden):
+        self.computed += 1
+        hidden = self.second(hidden)
+        self.behind(self.computed)
+        return torch.tanh(hidden)
+
+    def forward(self, x):
+        hidden = self.mix(torch.tanh(self.first(x)))
+        return self.last(checkpoint(self.upper, hidden, use_reentrant=self.reentrant))
+
+
+def loses_again(rank, size, where, reentrant, met):
+    """Rank 1 is killed before the layer is computed again, or between that and its backward."""
+    model = Again(reentrant)
+    model, optimizer = ps.distribute(model, sgd(model))
+    for step in range(BEFORE_LOSS):
+        one_step(model, optimizer, samples(rank, step))
+    ps.synchronize(model)
+    began = state(model)
+
+    def meet():
+        met.wait()
+        if rank == LOST:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.computed = 0
+    if where == "behind":
+        model.behind = lambda count: meet() if count == 2 else None
+    x = samples(rank, BEFORE_LOSS).requires_grad_()
+    loss = loss_of(model(x))
+    if where == "before":
+        meet()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.behind = lambda count: None
+    statistics = {name: value.numpy().copy() for name, value in model.named_buffers()}
+    for step in range(3):
+        one_step(model, optimizer, samples(rank, BEFORE_LOSS + 1 + step))
+    ps.synchronize(model)
+    return began, x.grad.numpy(), statistics, state(model)
+
+
+def again_in_one_process(began, where):
+    """As `of_one_process`: what comes down from the loss goes on through the layer as it is computed again."""
+    model = Net(torch.float64)
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in began.items()})
+    left = [rank for rank in range(3) if rank != LOST]
+    given = [samples(rank, BEFORE_LOSS).requires_grad_() for rank in range(3)]
+    hidden = list(model.mix(torch.tanh(model.first(torch.cat(given)))).split(ROWS[:3]))
+    hidden[LOST] = hidden[LOST].detach()
+
+    def upper(rows):
+        return torch.tanh(model.second(torch.cat(rows)))
+
+    down = upper(hidden).detach().requires_grad_()
+    sum(loss_of(model.last(part)) for rank, part in enumerate(down.split(ROWS[:3])) if rank in left).backward()
+    upstream = list(down.grad.split(ROWS[:3]))
+    if where == "before":  # it is computed again over those who are left
+        upper([hidden[rank] for rank in left]).backward(torch.cat([upstream[rank] for rank in left]))
+    else:
+        upper(hidden).backward(torch.cat(upstream))
+    return [given[rank].grad.numpy() for rank in left], dict(model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("where", "reentrant"),
+    [
+        ("before", False),
+        pytest.param("before", True, marks=pytest.mark.long),
+        pytest.param("behind", False, marks=pytest.mark.long),
+        pytest.param("behind", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_layer_that_is_computed_again_has_the_statistics_of_those_who_are_left(where, reentrant, tmp_path):
+    outcomes = run(3, loses_again, tmp_path, where, reentrant, barrier(3), **OPTIONS)
+    assert outcomes[LOST].exit_code == -signal.SIGKILL
+    left = [outcome for rank, outcome in enumerate(outcomes) if rank != LOST]
+    assert [outcome.error for outcome in left] == [None, None]
+    began, _, statistics, ended = left[0].value
+    for name, value in ended.items():
+        assert value.tobytes() == left[1].value[3][name].tobytes(), name
+    into, expected = again_in_one_process(began, where)
+    assert distance(statistics, {name: value.numpy() for name, value in expected.items()}) <= 1e-12
+    for ours, theirs in zip([outcome.value[1] for outcome in left], into, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
 # Losses at any moment
 
 WIDE = 900  # channels, in many slices
 STEPS = 30
 
 
-def wide(rank, size, deaths):
+def wide(rank, size, deaths, again):
     """All values of a rank are the same: a mean says over whom it is. Weights stay, whose averages may be torn."""
     model = nn.Sequential(nn.SyncBatchNorm(WIDE, momentum=1.0, dtype=torch.float64))
     model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -212,7 +312,8 @@ def wide(rank, size, deaths):
         if rank in deaths and deaths[rank][0] == step:
             die_in(deaths[rank][1])
         x = torch.full((2, WIDE), float(1 << rank), dtype=torch.float64, requires_grad=True)
-        (model(x) * torch.tensor([[1.0], [2.0 + rank]])).sum().backward()
+        out = checkpoint(model, x, use_reentrant=False) if again else model(x)
+        (out * torch.tensor([[1.0], [2.0 + rank]])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         spread = [value.max().item() - value.min().item() for value in x.grad]
@@ -224,12 +325,19 @@ def wide(rank, size, deaths):
     return found, file.getvalue()
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 7))])
-def test_no_layer_has_channels_of_two_epochs(seed, tmp_path):
+@pytest.mark.parametrize(
+    ("seed", "again"),
+    [
+        (1, False),
+        *(pytest.param(seed, False, marks=pytest.mark.long) for seed in range(2, 7)),
+        *(pytest.param(seed, True, marks=pytest.mark.long) for seed in range(7, 13)),
+    ],
+)
+def test_no_layer_has_channels_of_two_epochs(seed, again, tmp_path):
     draw = random.Random(seed)
     deaths = {rank: (draw.randrange(1, STEPS - 5), draw.random() * 0.01) for rank in draw.sample(range(4), 2)}
     where = f"seed {seed}, deaths {deaths}"
-    outcomes = run(4, wide, tmp_path, deaths, ranks_min=2, **{**OPTIONS, "slice_bytes": 1024})
+    outcomes = run(4, wide, tmp_path, deaths, again, ranks_min=2, **{**OPTIONS, "slice_bytes": 1024})
     left = [rank for rank in range(4) if rank not in deaths]
     for rank in left:
         assert outcomes[rank].error is None, f"{where}, rank {rank}: {outcomes[rank].error}"

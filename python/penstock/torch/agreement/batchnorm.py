@@ -468,8 +468,10 @@ class _Normalise(Function):
             for kept, new in zip(running, (mean, variance * (total / (total - 1))), strict=True):
                 kept.copy_(kept.to(WIDEST) * (1.0 - factor) + new * factor)
         mean, variance = mean.to(dtype), variance.to(dtype)
-        ctx.save_for_backward(x, weight, bias, mean, variance)
-        ctx.norm, ctx.total, ctx.eps = norm, total, eps
+        # What may be another when torch.utils.checkpoint computes it again: it exchanges saved tensors, and no more.
+        over = torch.tensor(total, dtype=torch.int64, device="cpu")
+        ctx.save_for_backward(x, weight, bias, mean, variance, over)
+        ctx.norm, ctx.eps = norm, eps
         if not count:
             return torch.empty_like(x)
         scale, shift = (None if one is None else one.to(dtype) for one in (weight, bias))
@@ -478,7 +480,7 @@ class _Normalise(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, variance = ctx.saved_tensors
+        x, weight, bias, mean, variance, over = ctx.saved_tensors
         dtype, channels = mean.dtype, mean.numel()
         wide, upstream = x.to(dtype), grad.to(dtype)
         scale = torch.ones_like(mean) if weight is None else weight.to(dtype)
@@ -491,7 +493,7 @@ class _Normalise(Function):
             )
         if ctx.needs_input_grad[0]:
             sums = ctx.norm.total(count, torch.stack([into_bias, into_weight]).cpu())
-            by_mean, by_deviation = (sums / max(ctx.total, 1)).to(dtype).to(x.device, non_blocking=True)
+            by_mean, by_deviation = (sums / max(int(over), 1)).to(dtype).to(x.device, non_blocking=True)
             inverse = 1.0 / torch.sqrt(variance + ctx.eps)
             shape = (1, channels, *[1] * (x.dim() - 2))
             through = (wide - mean.view(shape)).mul_((inverse * by_deviation).view(shape)).add_(by_mean.view(shape))
