@@ -1,6 +1,7 @@
 """A run as a membership log has it, for tests of what is made of one."""
 
 from penstock.membership_file import CallPlace, LoggedCall, LoggedEnd, LoggedEpoch, LoggedRun, RunHeader
+from penstock.whole_files import CheckpointKey
 
 HEADER = RunHeader(
     job="00" * 16,
@@ -34,4 +35,5 @@ def run():
         LoggedCall(CallPlace(0, 4), 2, CallPlace(0, 3)),
         LoggedCall(CallPlace(1, 1), 4, CallPlace(0, 6)),
     )
-    return LoggedRun(HEADER, epochs(), calls, LoggedEnd(20, CallPlace(1, 9), (-5, 1 << 62)))
+    resumed = (CheckpointKey(10, 0, "5aff5d30.2"), None)
+    return LoggedRun(HEADER, epochs(), calls, LoggedEnd(20, CallPlace(1, 9), (-5, 1 << 62)), resumed)

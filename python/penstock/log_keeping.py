@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.members import Membership
     from penstock.rendezvous import Agreement
+    from penstock.whole_files import CheckpointKey
 
 __all__ = ["LogKeeper", "header_of"]
 
@@ -132,6 +133,16 @@ class LogKeeper:
                     )
                 self._complained = True
 
+    def resumes(self, key: CheckpointKey | None) -> None:
+        """The program has called `penstock.resume`.
+
+        Args:
+            key: Of the checkpoint that it goes on from; None: there was none.
+        """
+        with self._lock:
+            self._run = replace(self._run, resumed=(*self._run.resumed, key))
+        self.look()
+
     def before_call(self) -> None:
         """See `penstock.elastic_calls.CallOrder`."""
 
@@ -173,7 +184,7 @@ class LogKeeper:
         except ConfigError:
             return  # each host has one of its own
         if found.header.job == self._run.header.job:
-            self._run = replace(self._run, header=found.header)
+            self._run = replace(self._run, header=found.header, resumed=found.resumed)
             known = {one.call for one in found.calls}
             self._calls = sorted([*found.calls, *(one for one in self._calls if one.call not in known)])
 

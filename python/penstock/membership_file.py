@@ -1,11 +1,11 @@
 """The membership log of a run as a file: what a replay needs to know of it, as lines of JSON that people can read.
 
 The first line says how many lines there are, and what ran and how: the program and its arguments, options that decide
-about bits, how tensors were cut. A line for each epoch follows, with whom the program counts from which step on, over
-whom the rounds of the engine are, and how many rounds of each slice were over before: a step in which a rank was lost
-is averaged over all of them for some slices and over those that are left for others. Collectives have no steps: where
-one is the first that was made among the members of a later epoch, a line says so. The last line says that the program
-has come to its end.
+about bits, how tensors were cut. Then comes a line for each call of `penstock.resume`: which checkpoint the program
+went on from. A line for each epoch follows, with whom the program counts from which step on, over whom the rounds of
+the engine are, and how many rounds of each slice were over before: a step in which a rank was lost is averaged over all
+of them for some slices and over those that are left for others. Collectives have no steps: where one is the first that
+was made among the members of a later epoch, a line says so. The last line says that the program has come to its end.
 
 The file is small, and is written anew whenever there is a new line: it is never torn, unless somebody cuts it. One that
 was cut behind a line would be that of a run which did not come to its end, but for the number of lines. It omits who
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from penstock import whole_files
 from penstock.config import RANKS_MAX
 from penstock.errors import ConfigError
+from penstock.whole_files import CheckpointKey
 
 __all__ = [
     "CallPlace",
@@ -157,12 +158,21 @@ class MemberChange(NamedTuple):
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """All that a file says."""
+    """All that a file says.
+
+    Attributes:
+        header: What ran, and how.
+        epochs: All, from the first on.
+        calls: Collectives that were the first of an epoch.
+        end: None: the run has not come to its end.
+        resumed: Which checkpoints the program went on from, in the order of its calls; None: there was none.
+    """
 
     header: RunHeader
     epochs: tuple[LoggedEpoch, ...]
     calls: tuple[LoggedCall, ...] = ()
     end: LoggedEnd | None = None
+    resumed: tuple[CheckpointKey | None, ...] = ()
 
     def changes(self) -> list[MemberChange]:
         """Where those change who take part in rounds, in order."""
@@ -222,6 +232,7 @@ def write_log(path: Path, run: LoggedRun) -> None:
     """
     header = run.header
     lines: list[dict[str, Any]] = [{"log": KIND, "format": FORMAT, "lines": 0, **vars(header)}]
+    lines.extend({"resumed": key} for key in run.resumed)
     calls = [*run.calls]
     for number, epoch in enumerate(run.epochs):
         while calls and calls[0].epoch < number:
@@ -250,6 +261,7 @@ def read_log(path: Path) -> LoggedRun:
     header, count = _header(path, lines[0], is_whole=len(lines) > 1)
     epochs: list[LoggedEpoch] = []
     calls: list[LoggedCall] = []
+    resumed: list[CheckpointKey | None] = []
     end: LoggedEnd | None = None
     for number, line in enumerate(lines[1:-1], start=2):
         try:
@@ -258,6 +270,8 @@ def read_log(path: Path) -> LoggedRun:
                 raise ValueError("there are lines behind that of the end")
             if "end" in said:
                 end = LoggedEnd(_natural(said["end"]), _call(said["call"]), tuple(map(int, said["digests"])))
+            elif "resumed" in said:
+                resumed.append(_checkpoint(said["resumed"]))
             elif "before" in said:
                 call = _call(said["call"])
                 if call is None:
@@ -281,7 +295,7 @@ def read_log(path: Path) -> LoggedRun:
         raise ConfigError(f"membership log {path}: it does not say who took part at first; is the file damaged?")
     if any(call.epoch >= len(epochs) for call in calls):
         raise ConfigError(f"membership log {path}: a collective is of an epoch that is not there; is the file damaged?")
-    return LoggedRun(header, tuple(epochs), tuple(calls), end)
+    return LoggedRun(header, tuple(epochs), tuple(calls), end, tuple(resumed))
 
 
 def _header(path: Path, line: bytes, *, is_whole: bool) -> tuple[RunHeader, int]:
@@ -347,6 +361,13 @@ def _call(said: Any) -> CallPlace | None:
         return None
     admissions, number = said
     return CallPlace(_natural(admissions), _natural(number, 1))
+
+
+def _checkpoint(said: Any) -> CheckpointKey | None:
+    if said is None:
+        return None
+    number, lead, writing = said
+    return CheckpointKey(_natural(number), _natural(lead, 0, RANKS_MAX - 1), str(writing))
 
 
 def _natural(said: Any, least: int = 0, most: int = 1 << 62) -> int:

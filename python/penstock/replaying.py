@@ -36,6 +36,7 @@ from penstock.membership_file import CallPlace, LoggedRun, RunHeader, read_log
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.launchers import Launch
+    from penstock.whole_files import CheckpointKey
 
 __all__ = ["LoggedCourse", "as_it_was", "asked_for", "check_program", "take_number"]
 
@@ -147,6 +148,8 @@ class LoggedCourse:
         self._called: CallPlace | None = None
         self._calls = 0
         self._of_admissions = 0
+        self._resumed = 0
+        """So often the program has called `penstock.resume`."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         if self._last is not None:
@@ -156,6 +159,17 @@ class LoggedCourse:
     def close(self) -> None:
         """The job is over."""
         self._over.set()
+
+    def next_checkpoint(self) -> CheckpointKey | None:
+        """The program calls `penstock.resume`: what the run went on from there; None if there was no checkpoint.
+
+        Raises:
+            ConfigError: The run did not call it any more.
+        """
+        if self._resumed == len(self._run.resumed):
+            raise self._strayed("its program calls penstock.resume, and that of the run did not")
+        self._resumed += 1
+        return self._run.resumed[self._resumed - 1]
 
     def judge(self, steps: int, digests: Sequence[int]) -> None:
         """The program has come to its end: tell the launcher whether it has the bits of the run.

@@ -72,13 +72,14 @@ BAD = [
     (0, lambda said: said.update(ranks=0), "line 1: 0 where a whole number from 1 on should be"),
     (0, lambda said: said.pop("lines"), "line 1: it does not say 'lines'"),
     (0, lambda said: said.pop("slicing"), "line 1: it does not say 'slicing'"),
-    (1, lambda said: said.update(members=[1, 0]), "line 2: ranks that do not ascend"),
-    (2, lambda said: said.update(epoch=4), "line 3: epoch 4, and 1 is next"),
-    (2, lambda said: said.update(rounds=[[2, [[1 << 30, 3]]]]), "line 3: more slices than there can be"),
-    (3, lambda said: said.update(among=[0, 2, 9]), "line 4: rounds over ranks that are no members"),
-    (3, lambda said: said.update(step="6"), "line 4: '6' where a whole number"),
-    (4, lambda said: said.update(epoch=77), "of an epoch that is not there"),
-    (1, lambda said: said.update(among=[0, 1]), "who took part at first"),
+    (1, lambda said: said.update(resumed=[10, -1, ""]), "line 2: -1 where a whole number"),
+    (3, lambda said: said.update(members=[1, 0]), "line 4: ranks that do not ascend"),
+    (4, lambda said: said.update(epoch=4), "line 5: epoch 4, and 1 is next"),
+    (4, lambda said: said.update(rounds=[[2, [[1 << 30, 3]]]]), "line 5: more slices than there can be"),
+    (5, lambda said: said.update(among=[0, 2, 9]), "line 6: rounds over ranks that are no members"),
+    (5, lambda said: said.update(step="6"), "line 6: '6' where a whole number"),
+    (6, lambda said: said.update(epoch=77), "of an epoch that is not there"),
+    (3, lambda said: said.update(among=[0, 1]), "who took part at first"),
 ]
 
 

@@ -10,6 +10,7 @@ import penstock as ps
 from penstock import launchers
 from penstock.membership_file import CallPlace, LoggedEpoch
 from penstock.replaying import LoggedCourse, as_it_was
+from penstock.whole_files import CheckpointKey
 
 PATIENCE_S = 60.0
 SOON_S = 0.05
@@ -199,6 +200,15 @@ def test_of_two_that_were_lost_at_once_one_may_be_lost_first(begin):
     course = begin(PlayedEngine((0, 2), (0,)), 0, of=replace(run(), epochs=(*epochs()[:2], both), calls=(), end=None))
     course.begin_step(6)
     assert shown(course)[-1] == ((0,), 6, 4)
+
+
+def test_a_program_goes_on_from_the_checkpoints_of_the_run(begin):
+    engine = PlayedEngine()
+    course = begin(engine, 0)
+    assert [course.next_checkpoint(), course.next_checkpoint()] == [CheckpointKey(10, 0, "5aff5d30.2"), None]
+    with pytest.raises(ps.ConfigError, match=r"its program calls penstock\.resume, and that of the run did not"):
+        course.next_checkpoint()
+    assert "penstock.resume" in engine.aborted
 
 
 def verdict(course, steps, digests):

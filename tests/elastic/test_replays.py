@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import programs
 import pytest
@@ -165,6 +166,85 @@ def test_statistics_of_all_ranks_are_repeated_too(seed, comes, tmp_path):
     status, again, verdict, err = replayed(tmp_path)
     assert (status, again) == (0, first), f"seed {seed}: {err}"
     assert "the same bits" in verdict
+
+
+SAVES = """
+import hashlib, os, random, signal, sys, threading, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import penstock as ps
+
+def ends_in(seconds):
+    def end():
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=end, daemon=True).start()
+
+seed = int(sys.argv[1])
+draw = random.Random(seed)
+dies_at, after_s = draw.randrange(3, 12), draw.random() * 0.006
+torch.manual_seed(0)
+ps.init(peer_timeout_s=5.0, line_rate_mbit=1000.0, slice_bytes=16384)
+x = torch.randn(96, 40)
+dataset = TensorDataset(x, x[:, :10].sum(1, keepdim=True))
+model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Dropout(0.1), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+model, optimizer = ps.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.003))
+sampler = ps.ElasticSampler(dataset, 4)
+scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 16, 24])
+step = first = ps.resume("saved", model, optimizer, sampler=sampler, scheduler=scheduler)
+last, rank, epoch = 10_000_000 if first else 12, int(os.environ["RANK"]), sampler.epoch
+while step < last:
+    sampler.set_epoch(epoch)
+    epoch += 1
+    for x, y in DataLoader(dataset, batch_sampler=sampler):
+        step += 1
+        if "DIES" in os.environ and rank == 1 and step == first + dies_at:
+            ends_in(after_s)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        ps.checkpoint("saved", every=5)
+        awaited = [entry.step for entry in ps.membership_log() if first and 1 not in entry.members]
+        last = first + awaited[0] + 20 if awaited else last
+        if step >= last:
+            break
+ps.synchronize()
+values = torch.cat([value.detach().float().flatten() for value in model.state_dict().values()])
+digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+print(f"{first == 10} {step} {ps.rank()} of {ps.world_size()} {digest}", flush=True)
+ps.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_went_on_from_a_checkpoint_is_repeated_from_that_and_keeps_its_own(tmp_path):
+    """It has written later ones by then, and so may the replay not."""
+    seed, saved = 5, tmp_path / "saved"
+    (tmp_path / "train.py").write_text(SAVES, encoding="utf-8")
+    status, _, err = penstock(tmp_path, "run", "--workers", "3", "train.py", str(seed))
+    assert status == 0, f"seed {seed}: {err}"
+    shutil.copytree(saved, tmp_path / "kept")
+    more = {"PENSTOCK_MEMBERSHIP_LOG": "run.jsonl", "DIES": "1"}
+    status, out, err = penstock(tmp_path, "run", "--workers", "3", "--min", "2", "train.py", str(seed), **more)
+    assert status == 0, f"seed {seed}: {err}"
+    first = said(out)
+    assert {is_resumed for is_resumed, *_ in first.values()} == {"True"}
+    files = {file.name: file.read_bytes() for file in saved.iterdir()}
+    (resumed,) = read_log(tmp_path / "run.jsonl").resumed
+    assert resumed is not None and resumed.number == 10
+    # It is gone by now, since later ones are there.
+    status, out, err = penstock(tmp_path, "replay", "run.jsonl")
+    assert status == 1, f"seed {seed}: {err}"
+    assert "the run that is replayed went on from checkpoint 10 of " in err and "keep a copy of it there" in err
+    for file in (tmp_path / "kept").iterdir():
+        shutil.copy(file, saved / file.name)
+        files[file.name] = file.read_bytes()
+    status, again, verdict, err = replayed(tmp_path)
+    assert (status, again) == (0, first), f"seed {seed}: {err}"
+    assert "the same bits" in verdict
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == files
 
 
 def say_less(run):

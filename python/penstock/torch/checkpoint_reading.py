@@ -49,7 +49,7 @@ class FoundCheckpoint(NamedTuple):
 
     Attributes:
         shown: Its name.
-        number: The steps before it.
+        key: Which it is: its number is that of the steps before it.
         known: The keys of all that are whole, the newest last.
         trees: What it has, by name.
         tensors: Its tensors, by their names in the trees.
@@ -58,7 +58,7 @@ class FoundCheckpoint(NamedTuple):
     """
 
     shown: str
-    number: int
+    key: CheckpointKey
     known: list[CheckpointKey]
     trees: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -66,23 +66,26 @@ class FoundCheckpoint(NamedTuple):
     own: Any
 
 
-def read_newest(caller: str, running: Job, directory: Path) -> FoundCheckpoint | None:
+def read_newest(
+    caller: str, running: Job, directory: Path, only: CheckpointKey | None = None
+) -> FoundCheckpoint | None:
     """Read the newest whole checkpoint; None if none has ever been whole, as far as anybody knows. Collective.
 
     Args:
         caller: For messages.
         running: The job.
         directory: Where this rank looks.
+        only: It must be this one, which the run that is replayed went on from.
 
     Raises:
-        ConfigError: There are some, and none is whole. On all ranks.
+        ConfigError: There are some, and none is whole; or the one that it must be is not. On all ranks.
         PeerLost: A rank was lost, and the job with it.
         Timeout: A rank did not come.
     """
     given_up: dict[CheckpointKey, str] = {}
     while True:
         try:
-            reading = _Reading(caller, running, directory, given_up)
+            reading = _Reading(caller, running, directory, given_up, only)
             if reading.chosen is None:
                 reading.warn_of_the_first()
                 return None
@@ -103,12 +106,20 @@ class _Reading:
         running: The job.
         directory: Where this rank looks.
         given_up: Checkpoints that have turned out to be torn, and why; one more if this one does.
+        only: As `read_newest`.
     """
 
-    def __init__(self, caller: str, running: Job, directory: Path, given_up: dict[CheckpointKey, str]) -> None:
+    def __init__(
+        self,
+        caller: str,
+        running: Job,
+        directory: Path,
+        given_up: dict[CheckpointKey, str],
+        only: CheckpointKey | None,
+    ) -> None:
         self._caller, self._running, self._directory, self._given_up = caller, running, directory, given_up
         self._search = _Search(caller, directory, self._gather(_seen_in(directory)), running.rank)
-        self.chosen = self._search.choose(given_up)
+        self.chosen = self._search.choose(given_up) if only is None else self._search.pick(given_up, only)
 
     def warn_of_the_first(self) -> None:
         """Say so if there is something, which makes no difference."""
@@ -134,7 +145,7 @@ class _Reading:
         whole = [one.key for one in search.checkpoints if one.lacks is None and one.key not in self._given_up]
         return FoundCheckpoint(
             str(self._directory / shown(chosen)),
-            chosen.key.number,
+            chosen.key,
             whole[::-1],
             heads[0]["tree"],
             tensors,
@@ -261,6 +272,21 @@ class _Search:
         if all(one.is_first and one.key not in given_up for one in self.checkpoints) and not self._unreadable:
             return None  # who is killed while the first is written has nothing to go on from, and nothing is lost
         raise ConfigError(f"{self._caller}: no whole checkpoint in {self._directory}: {'; '.join(self.said)}")
+
+    def pick(self, given_up: Mapping[CheckpointKey, str], only: CheckpointKey) -> DiskCheckpoint:
+        """That one.
+
+        Raises:
+            ConfigError: It is not there, or not whole.
+        """
+        one = next((one for one in self.checkpoints if one.key == only), None)
+        why = "it is not there" if one is None else given_up.get(only) or one.lacks
+        if one is None or why is not None:
+            raise ConfigError(
+                f"{self._caller}: the run that is replayed went on from checkpoint {only.number} of {self._directory}, "
+                f"written by {only.writing or 'one rank'}, and {why}: keep a copy of it there"
+            )
+        return one
 
     def mine(self, chosen: DiskCheckpoint) -> list[Manifest]:
         """The parts that this rank reads."""

@@ -25,7 +25,7 @@ from penstock.checkpointing import CheckpointWriter
 from penstock.control import PartWritten, SeesDirectory, WritePart
 from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.torch.checkpoint_content import TakenAtOnce, TrainingContent, TrainingState
-from penstock.torch.checkpoint_reading import FORMAT, read_newest
+from penstock.torch.checkpoint_reading import FORMAT, FoundCheckpoint, read_newest
 from penstock.torch.checkpoint_shares import DealtPiece, Form, PartDraft, checksum, deal, flat, form_of
 from penstock.torch.newcomers import Telling
 from penstock.torch.runtime import accelerator as accelerators
@@ -123,7 +123,8 @@ def checkpoint(directory: str | os.PathLike[str], *, every: int = 1, keep: int =
         wait: Return when what was begun, by this call or before, is on the disk.
 
     Returns:
-        What names of the checkpoint's files begin with; None if it was not the time for one.
+        What names of the checkpoint's files begin with; None if it was not the time for one, and in a replay
+        (docs/elastic.md), which writes none.
 
     Raises:
         ConfigError: `penstock.resume` has not been called; ``every`` or ``keep`` is below 1; there can be no such
@@ -234,18 +235,33 @@ class TrainingCheckpoints:
         if membership is not None and membership.has_just_come:
             return self._writer.calls
         self._writer.finish()
-        found = read_newest(_READS, self._running, self._directory)
+        found = self._find()
         if found is not None:
             self.state.load(found)
-            self._writer.has_loaded(found.shown, found.number, found.known)
+            self._writer.has_loaded(found.shown, found.key.number, found.known)
         self._running.steps_counted = self._writer.calls
         return self._writer.calls
+
+    def _find(self) -> FoundCheckpoint | None:
+        """The newest, and of a replay the one that the run went on from; None: there is none, or was."""
+        replay, log = self._running.replay, self._running.log
+        if replay is not None:
+            key = replay.next_checkpoint()
+            return None if key is None else read_newest(_READS, self._running, self._directory, key)
+        found = read_newest(_READS, self._running, self._directory)
+        if log is not None:
+            log.resumes(None if found is None else found.key)
+        return found
 
     def step(self, every: int, keep: int, *, wait: bool = False) -> str | None:
         """See `checkpoint`."""
         self._check_running()
         writer = self._writer
         writer.check(every, keep)
+        if self._running.replay is not None:  # the run's would go, that of which it went on from included
+            writer.is_due(every)
+            self._running.steps_counted = writer.calls
+            return None
         if not self._has_claimed:  # rather now than after the first of many steps
             _, self.state.servers_write = writer.claim(self._directory, self._servers_see_it)
             self._has_claimed = True
