@@ -18,8 +18,9 @@ def test_what_does_not_come_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(copy, "_submit", lambda _, staging, step: received.append(staging))
     monkeypatch.setattr(copies, "lent_to", lambda _: SimpleNamespace(landed=lambda *_: ([0], [nbytes])))
     copy.start(0)
-    # The first eight bytes have come.
-    received[0][:8] = torch.tensor([1.0, 2.0]).view(torch.uint8)
+    # The first sixteen bytes have come, which the widest type begins.
+    received[0][:8] = torch.tensor([7]).view(torch.uint8)
+    received[0][8:16] = torch.tensor([1.0, 2.0]).view(torch.uint8)
     copy.finish()
     assert model.running_mean.tolist() == [1.0, 2.0, 3.0, 3.0, 3.0]
-    assert model.running_var.tolist() == [1.0] * 5 and model.num_batches_tracked == 0
+    assert model.running_var.tolist() == [1.0] * 5 and model.num_batches_tracked == 7

@@ -1,12 +1,15 @@
 """One rank's tensors, copied to all others.
 
 Parameters and buffers at the start, buffers each step, everything at a join. Bit-exact for any type.
+Buffers are many and small: they travel end to end in one piece of memory, and are copied to it and from it in one call.
 Omits averages, which are hooks.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BufferCopy", "CopyBooks"]
 
-_version_kept: Callable[[Tensor], Any] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+MEMORIES_KEPT = 2
+"""Pieces of memory of which it is remembered where buffers lie in them: mostly the same ones take turns."""
+_KIND: Callable[[Tensor], Any] = attrgetter("shape", "dtype")
 
 
 _Entry: TypeAlias = "tuple[str, int, str, int]"  # of a book
@@ -110,6 +115,69 @@ class _Taken:
         return found
 
 
+class _PackedBuffers:
+    """The buffers of a model end to end, the widest types first: so each is where its type may be.
+
+    Args:
+        model: Whose buffers they are, as it has them when they are copied: a forward may put other tensors there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kinds: list[Any] = []
+        self._starts: list[int] = []
+        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by id of the memory
+        self.nbytes = sum(map(_nbytes, model.buffers()))
+
+    def pack(self, memory: Tensor) -> None:
+        """Copy them to this memory, bytes on their device."""
+        buffers = self._buffers()
+        torch._foreach_copy_(self._in(memory), buffers)
+
+    def unpack(self, memory: Tensor) -> None:
+        """Put in place what this memory holds."""
+        # By their `data`, which no graph counts: one of an earlier forward may have saved them. Batch norm does, and
+        # does not need them in backward.
+        buffers = [buffer.data for buffer in self._buffers()]
+        torch._foreach_copy_(buffers, self._in(memory))
+
+    def _buffers(self) -> list[Tensor]:
+        buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
+        kinds = [*map(_KIND, buffers)]
+        if kinds != self._kinds:
+            self._place(buffers)
+            self._kinds = kinds
+        return buffers
+
+    def _place(self, buffers: Sequence[Tensor]) -> None:
+        sizes = [*map(_nbytes, buffers)]
+        if sum(sizes) != self.nbytes:
+            raise ConfigError(
+                f"the buffers of the model have {sum(sizes)} bytes, but {self.nbytes} when it was distributed. Let "
+                "buffers keep their shapes and types, or leave them to each rank (broadcast_buffers=False)"
+            )
+        order = sorted(range(len(buffers)), key=lambda index: -buffers[index].element_size())
+        starts = dict(zip(order, accumulate((sizes[index] for index in order), initial=0), strict=False))
+        self._starts = [starts[index] for index in range(len(buffers))]
+        self._parts.clear()
+
+    def _in(self, memory: Tensor) -> list[Tensor]:
+        """The places of the buffers in this memory."""
+        known = self._parts.get(id(memory))
+        if known is None:
+            if len(self._parts) >= MEMORIES_KEPT:
+                self._parts.clear()
+            # Its id stays its own while it is kept here.
+            known = self._parts[id(memory)] = (
+                memory,
+                [
+                    memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+                    for start, (shape, dtype) in zip(self._starts, self._kinds, strict=True)
+                ],
+            )
+        return known[1]
+
+
 class BufferCopy:
     """Rank 0's buffers to all others, once per step, on its way while the step ends and until the next forward.
 
@@ -120,7 +188,7 @@ class BufferCopy:
     Args:
         engine: The engine.
         name: The book's name.
-        model: Whose buffers they are, as it has them when they are copied: a forward may put other tensors there.
+        model: Whose buffers they are.
         source: Whether this is rank 0.
         may_tear: Whether rank 0 may be lost in the middle of it. What has not come by then stays as it is here.
         device: The accelerator that they are on, if they are on one.
@@ -143,47 +211,56 @@ class BufferCopy:
         timeout_s: float = 0.0,
     ) -> None:
         self._engine = engine
-        self._model = model
         self.source = source
         self._may_tear = may_tear
-        self._nbytes = sum(map(_nbytes, model.buffers()))
+        self._packed = _PackedBuffers(model)
         self._accelerator = None if device is None else Accelerator(device)
+        self._on_device = None if device is None else torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         self._afterwards = Afterwards()
         self._timeout_s = timeout_s
         self._staging: Tensor | None = None
+        self._kept: tuple[Tensor, int] | None = None  # main memory that was lent the last time, under which token
         self.silent = False
         self.id = engine.open_book(name, [name], [("buffers", 0, "bytes", self._nbytes)])
+
+    @property
+    def _nbytes(self) -> int:
+        return self._packed.nbytes
 
     @torch.no_grad()
     def start(self, step: int) -> None:
         """Send, or make ready to receive."""
         receives = not self.source or self.silent
+        self._staging = staging = self._memory()
         if receives and not self._may_tear:
-            self._staging = self._fresh()
-            self._submit(self._engine.submit_absent, self._staging, step)
+            self._submit(self._engine.submit_absent, staging, step)
             return
-        values = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in self._buffers()])
+        if self._on_device is None:
+            self._packed.pack(staging)
+        else:
+            self._packed.pack(self._on_device)
+            staging.copy_(self._on_device, non_blocking=not receives)
         if receives:
-            self._staging = values if self._accelerator is None else self._fresh().copy_(values)
-            self._submit(self._engine.submit_absent, self._staging, step)
-            return
-        if self._accelerator is None:
-            self._staging = values
-            self._submit(self._engine.submit, values, step)
-            return
-        self._staging = staging = self._fresh()
-        staging.copy_(values, non_blocking=True)
-        event = self._accelerator.mark()
-        self._afterwards.call(event, lambda: self._submit(self._engine.submit, staging, step))
+            self._submit(self._engine.submit_absent, staging, step)
+        elif self._accelerator is None:
+            self._submit(self._engine.submit, staging, step)
+        else:
+            event = self._accelerator.mark()
+            self._afterwards.call(event, lambda: self._submit(self._engine.submit, staging, step))
 
-    def _fresh(self) -> Tensor:
-        if self._accelerator is None:
-            return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
-        return accelerators.pinned_memory(self._nbytes)
+    def _memory(self) -> Tensor:
+        """Memory for one round: that of the last one, unless the engine may still be sending from it."""
+        if self._accelerator is not None:
+            return accelerators.pinned_memory(self._nbytes)
+        if self._kept is not None and not lent_to(self._engine).holds(self._kept[1]):
+            return self._kept[0]
+        return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
 
     def _submit(self, submit: Callable[..., int], staging: Tensor, step: int) -> None:
         where = staging.data_ptr(), self._nbytes
-        lent_to(self._engine).lend(lambda: submit(self.id, 0, *where, "copy", step), staging)
+        token = lent_to(self._engine).lend(lambda: submit(self.id, 0, *where, "copy", step), staging)
+        if self._accelerator is None:
+            self._kept = staging, token
 
     def abandon(self) -> None:
         """The job has failed: the local values stay."""
@@ -206,27 +283,11 @@ class BufferCopy:
         _, (nbytes,) = lent_to(self._engine).landed(self.id, [0])
         if self.source or not nbytes:
             return
-        if self._accelerator is not None:
-            staging = staging.to(self._accelerator.device, non_blocking=True)
-        start = 0
-        for buffer in self._buffers():
-            nbytes = _nbytes(buffer)
-            # A copy of the range, because a view as another type needs an aligned start.
-            values = staging[start : start + nbytes].clone().view(buffer.dtype).view(buffer.shape)
-            # A graph of an earlier forward may have saved it: batch norm does, and does not need it in backward.
-            with _version_kept(buffer):
-                buffer.copy_(values)
-            start += nbytes
-
-    def _buffers(self) -> list[Tensor]:
-        buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
-        nbytes = sum(map(_nbytes, buffers))
-        if nbytes != self._nbytes:
-            raise ConfigError(
-                f"the buffers of the model have {nbytes} bytes, but {self._nbytes} when it was distributed. Let "
-                "buffers keep their shapes and types, or leave them to each rank (broadcast_buffers=False)"
-            )
-        return buffers
+        if self._on_device is None:
+            self._packed.unpack(staging)
+        else:
+            self._on_device.copy_(staging, non_blocking=True)
+            self._packed.unpack(self._on_device)
 
     def _late(self) -> Timeout:
         assert self._accelerator is not None  # or nothing has to be waited for
