@@ -46,6 +46,19 @@ scheduler = torch.optim.lr_scheduler.StepLR(first, 1)
 step(model, first, last)
 scheduler.step()
 
+# Rank 0, whose buffers all get, waits for nobody in its forward.
+normed = DDP(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
+optimizer = torch.optim.SGD(normed.parameters(), lr=0.1)
+store = dist.distributed_c10d._get_default_store()
+for number in range(3):
+    if dist.get_rank() != 0:
+        store.wait([f"forward {number}"], timedelta(seconds=30))
+    loss = normed(torch.randn(3, 4)).square().mean()
+    if dist.get_rank() == 0:
+        store.set(f"forward {number}", "made")
+    loss.backward()
+    optimizer.step()
+
 # One with parameters of others is not, and one that gets some later is given back.
 others = DDP(make())
 mixed = torch.optim.SGD([*others.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)

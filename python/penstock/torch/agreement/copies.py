@@ -24,8 +24,9 @@ from penstock.torch.runtime.afterwards import Afterwards
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.collectives import Future, Group
 
-__all__ = ["BufferCopy", "CopyBooks"]
+__all__ = ["BufferBroadcast", "BufferCopy", "CopyBooks"]
 
 MEMORIES_KEPT = 2
 """Pieces of memory of which it is remembered where buffers lie in them: mostly the same ones take turns."""
@@ -176,6 +177,43 @@ class _PackedBuffers:
                 ],
             )
         return known[1]
+
+
+class BufferBroadcast:
+    """One rank's buffers to all others, at a place of the program that all come to.
+
+    They wait for that rank alone, and it for nobody: what it sends is a copy, which the next call waits for.
+
+    Args:
+        group: All ranks, for these calls alone.
+        model: Whose buffers they are.
+        device: The accelerator that they are on, if they are on one.
+    """
+
+    def __init__(self, group: Group, model: nn.Module, device: torch.device | None) -> None:
+        self._group = group
+        self._packed = _PackedBuffers(model)
+        self._memory = torch.empty(self._packed.nbytes, dtype=torch.uint8, device=device or "cpu")
+        self._sent: Future | None = None
+
+    @torch.no_grad()
+    def copy(self, source: int) -> None:
+        """Copy this rank's buffers to all others. Collective.
+
+        Raises:
+            PeerLost: A rank was lost.
+            Timeout: The source did not come in time.
+            ConfigError: The model has other buffers than at the start.
+        """
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.wait()
+        if source == self._group.rank:
+            self._packed.pack(self._memory)
+            self._sent = self._group.broadcast(self._memory, source, async_=True)
+        else:
+            self._group.broadcast(self._memory, source)
+            self._packed.unpack(self._memory)
 
 
 class BufferCopy:

@@ -52,8 +52,7 @@ class WrappedJoin(JoinHook):
         """Another rank has made a forward."""
         wrapper, ours = self._wrapper, self._ours
         if ours.copies_buffers(wrapper):
-            wrapper._find_common_rank(wrapper._distributed_rank, False)
-            ours.copy_buffers(is_source=False)
+            ours.copy_buffers(wrapper._find_common_rank(wrapper._distributed_rank, False))
         wrapper.require_forward_param_sync = wrapper._check_global_requires_backward_grad_sync(is_joined_rank=True)
         if wrapper.require_forward_param_sync:
             ours.stay_away()

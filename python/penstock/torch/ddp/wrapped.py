@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 import penstock.torch.front_end  # noqa: F401 - models hear of the end of the job
 from penstock.attached import Attached, attach
+from penstock.collectives import new_group
 from penstock.errors import ConfigError
-from penstock.torch.agreement.copies import BufferCopy
+from penstock.torch.agreement.copies import BufferBroadcast
 from penstock.torch.ddp import adoption
 from penstock.torch.ddp.jobs import join
 from penstock.torch.ddp.reasons import say_once, sparse_layers
@@ -77,7 +78,7 @@ class WrappedModel:
         self._keep_buffers = keep_buffers
         self._engaged = False
         self._distributed: Distributed | None = None
-        self._buffers: BufferCopy | None = None
+        self._buffers: BufferBroadcast | None = None
         self._share: float | None = None  # in `Join`, if averages are over those that still train
         self._scaling: list[RemovableHandle] = []
 
@@ -114,14 +115,8 @@ class WrappedModel:
         distributed.adopts = True
         adoption.watch(distributed)
         if self._sync_buffers and any(buffer.numel() for buffer in distributed.model.buffers()):
-            self._buffers = BufferCopy(
-                running.engine,
-                f"{distributed.name}.buffers",
-                distributed.model,
-                source=running.rank == 0,
-                device=distributed.gradients.device,
-                timeout_s=running.options.operation_timeout_s,
-            )
+            group = new_group(range(running.world_size))
+            self._buffers = BufferBroadcast(group, distributed.model, distributed.gradients.device)
         say_once()
 
     def travel_as(self, module: nn.Module, wire_type: str) -> None:
@@ -176,7 +171,7 @@ class WrappedModel:
         joining = wrapper._join_config.enable
         if self.copies_buffers(wrapper):
             rank = wrapper._distributed_rank
-            self.copy_buffers(is_source=(wrapper._find_common_rank(rank, True) if joining else 0) == rank)
+            self.copy_buffers(wrapper._find_common_rank(rank, True) if joining else 0)
         if joining:
             wrapper._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if not distributed.observed and distributed.gradients.backwards > BACKWARDS_OBSERVED_MAX:
@@ -195,12 +190,10 @@ class WrappedModel:
         """Whether one rank's buffers are due at all others: after a step, as torch's has it."""
         return self._buffers is not None and wrapper.require_forward_param_sync
 
-    def copy_buffers(self, *, is_source: bool) -> None:
+    def copy_buffers(self, source: int) -> None:
         """Copy one rank's buffers to all others. Collective."""
-        assert self._buffers is not None and self._distributed is not None
-        self._buffers.source = is_source
-        self._buffers.start(self._distributed.gradients.step)
-        self._buffers.finish()
+        assert self._buffers is not None
+        self._buffers.copy(source)
 
     # Ranks that have no batch left
 
