@@ -1,5 +1,6 @@
 """What becomes of wrapped models, their optimizers and the job, seen from inside, on each of two ranks."""
 
+import gc
 import warnings
 from datetime import timedelta
 
@@ -32,7 +33,9 @@ def is_patched(optimizer):
     return "step" in vars(optimizer)
 
 
-# Optimizers are found at their first step, those of a part of the model, too.
+# Optimizers are found at their first step, those of a part of the model, too. Garbage that is due is collected there.
+for _ in range(2 * gc.get_threshold()[2]):
+    gc.collect(1)
 model = DDP(make())
 first = torch.optim.SGD(model.module[0].parameters(), lr=0.1)
 last = torch.optim.Adam(model.module[2].parameters())
@@ -40,6 +43,7 @@ assert not is_patched(first)
 assert job.current().options.operation_timeout_s == 77.0  # as long as the program lets its ranks wait
 step(model, first)
 assert is_patched(first) and not is_patched(last)
+assert gc.get_count()[2] <= gc.get_threshold()[2]
 step(model, first, last)
 assert is_patched(last)
 scheduler = torch.optim.lr_scheduler.StepLR(first, 1)

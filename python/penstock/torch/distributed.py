@@ -44,6 +44,7 @@ from penstock.torch.reads.safety import (
 )
 from penstock.torch.release.failure import tells_what_is_whole
 from penstock.torch.release.one_model import ModelEnding
+from penstock.torch.runtime.garbage import collect_if_due
 from penstock.torch.schemes import residuals
 from penstock.torch.schemes.survey import Schemes
 from penstock.torch.state_tree import split
@@ -532,6 +533,7 @@ class Distributed:
         """The first step is made: what was seen until now says who reads which parameter."""
         self.observed = True
         self.norms.check()
+        collect_if_due()
         watch, self.watch = self.watch, None
         if watch is None or self.synchronous is not None:
             return

@@ -7,4 +7,5 @@ afterwards   calls made once a device has passed an event
 accelerator  what is asked of the device
 copier       the threads that copy for it
 copying      what was copied, and how long that took
+garbage      when Python looks for it
 """
