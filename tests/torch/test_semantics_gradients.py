@@ -67,6 +67,27 @@ def test_gradients_edited_before_step(name):
     assert distance(results[0], clipped_reference(CLIPS[name])) < 1e-12
 
 
+@pytest.mark.fake_only
+@pytest.mark.parametrize("sending", [0, 3])
+def test_who_reads_a_second_gradient_gets_those_behind_it_that_are_in_memory(sending):
+    """Not those that the engine may still be sending: they may be written."""
+
+    def main(rank, engine):
+        model = seeded(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))))
+        model, optimizer = distribute(model, sgd(model))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + rank, dtype=torch.float64, device="cpu")).sum().backward()
+            engine.waits.clear()
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+            made = len(engine.waits)
+            optimizer.step()
+        return made
+
+    assert run(main, 2, lazy=False, sending=sending) == [2, 2]
+
+
 def test_gradients_read_after_step():
     def main(rank, engine):
         model, optimizer = distribute(*mlp_and_sgd())

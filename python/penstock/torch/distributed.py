@@ -625,7 +625,7 @@ class Distributed:
                 layer=slot.layer.name,
                 step=self.gradients.step,
             )
-        self.gradients.finish([slot])
+        self.gradients.finish_read(slot)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse parameters that this model did not have at `distribute`.

@@ -61,6 +61,9 @@ class Drop(Protocol):
         ...
 
 
+READ_ALONG = 16
+"""Of the parameters behind one whose gradient is read, in the first look what else is in memory; twice as many each."""
+
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _BACKWARD_CODE = autograd_graph._engine_run_backward.__code__
@@ -158,6 +161,7 @@ class Gradients:
         self.backwards = 0  # synchronising backwards so far; the running one included
         self.closed = 0  # those of them whose absences have been announced
         self._contributed = 0  # those of them for which all rows of this rank are on their way
+        self._read = 0  # the last one of which the program has read a gradient
         self.quiet = False  # under no_sync
         # Where whoever wants a backward synchronised asks for each, by `quiet`: it is quiet again after that one.
         self.on_request = False
@@ -531,13 +535,43 @@ class Gradients:
             if self.gathers:
                 # Contributions are copies: nobody need wait until they are sent. A layer's parameters travel together.
                 self.landing.wait(list({slot.flight.number: None for slot in flying if slot.flight.gathered}))
-        for slot in flying:
+        self._give(flying)
+        self.lent.collect()
+
+    def _give(self, slots: Iterable[Slot]) -> None:
+        """The averages of these are in memory, which is free: they become the caller's."""
+        for slot in slots:
             restore(slot)
             average = self.land(slot)
             if average is not None and slot.flight.assigned:
                 slot.param.grad = average
             slot.flight.forget()
-        self.lent.collect()
+
+    @tells_what_is_whole
+    def finish_read(self, slot: Slot) -> None:
+        """The program reads the gradient of a parameter, which is in flight.
+
+        Who reads a second one after a backward, to clip for instance, reads them all, in the order of the model. So
+        those behind it come along that are in memory, and need no call each.
+        """
+        self.finish([slot])
+        again, self._read = self._read == self.backwards == self.closed, self.backwards
+        if again and self.device is None:
+            with as_if_in_step(self.device_type):
+                self._finish_behind(slot)
+
+    def _finish_behind(self, slot: Slot) -> None:
+        self.landing.flush(self.step)
+        at, count = slot.index + 1, READ_ALONG
+        while stride := self.slots[at : at + count]:
+            flying = [one for one in stride if one.flight.flying and not one.flight.gathered and one.pending.by is None]
+            landed = set(self.landing.arrived([one.flight.number for one in flying])) if flying else ()
+            lent = self.lent.tensors
+            free = [one for one in flying if one.flight.number in landed and one.flight.token not in lent]
+            self._give(free)
+            if len(free) < len(flying):
+                break
+            at, count = at + count, 2 * count
 
     def wait(self, slots: Sequence[Slot]) -> None:
         """Wait for the averages of these, all of which are in flight. The engine may still be sending from them."""
