@@ -177,7 +177,7 @@ class Gradients:
         self.frozen_take_part = True
         self._task = -1  # the autograd graph task seen last
         self._handles: list[RemovableHandle] = []
-        self._unswapped = [slot for slot in slots if not slot.swappable]
+        self.unswapped = [slot for slot in slots if not slot.swappable]
 
     def go_on_from(self, step: int, backwards: int) -> None:
         """At a newcomer: so many steps and backwards are made by the others."""
@@ -430,8 +430,8 @@ class Gradients:
             return
         if self.synchronous:
             self.finish(self.slots)
-        elif self._unswapped:
-            self.finish(self._unswapped)
+        elif self.unswapped:
+            self.finish(self.unswapped)
 
     def _submit_gathers(self) -> None:
         """Layers that send rows, as far as this backward has not come to all of their parameters."""
@@ -610,7 +610,8 @@ class Gradients:
         if gather is not None:
             average = gather.land(slot)
             return self._instead_of_own(slot, average) if flight.kept else average
-        self.landing.take(slot.index)
+        if self.device is not None:
+            self.landing.take(slot.index)
         if flight.absent:
             flight.land_absent(self.landing.contributed([slot.index])[0])
             return self._instead_of_own(slot, flight.grad) if flight.kept else flight.grad

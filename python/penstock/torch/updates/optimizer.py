@@ -301,7 +301,7 @@ class Updates(PatchedOptimizer):
         slots = [slot for layer in layers for slot in self._waiting.pop(layer)]
         # Other threads that read them wait for the turn, and find them whole; to this one they are plain meanwhile.
         hidden: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-        if not all(slot.swappable for slot in slots):
+        if self._gradients.unswapped and not all(slot.swappable for slot in slots):
             hidden = nullcontext()  # the program's own classes may have functions that their update needs
             for slot in slots:
                 restore(slot)
@@ -337,18 +337,22 @@ class Updates(PatchedOptimizer):
             numbers = [slot.flight.number for layer in stride for slot in waiting[layer] if slot.flight.flying]
             done = gradients.arrived(numbers) if numbers else ()
             left = set(numbers).difference(done)
+            if not left:
+                arrived.update(dict.fromkeys(stride))
+                layers_per_look *= 2
+                continue
             for layer in stride:
-                if left and any(slot.flight.flying and slot.flight.number in left for slot in waiting[layer]):
+                if any(slot.flight.flying and slot.flight.number in left for slot in waiting[layer]):
                     late.append(self._units[layer])
                 else:
                     arrived[layer] = None
-            if late:
-                late += [self._units[layer] for layer in itertools.islice(ahead, 1)]
-                break
-            layers_per_look *= 2
+            late += [self._units[layer] for layer in itertools.islice(ahead, 1)]
+            break
         for unit in late:
             for layer in unit:
                 arrived.pop(layer, None)
+        if not self._partial.open_slots:
+            return arrived
         return {layer: None for layer in arrived if layer in wanted or not self._partial.has_left(layer)}
 
     def _apply(self, slots: list[Slot]) -> None:

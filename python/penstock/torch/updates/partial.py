@@ -9,7 +9,7 @@ have sent comes all at once, when it is made (rebuild.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -69,7 +69,7 @@ class PartialUpdates:
         self._failure: BaseException | None = None  # of the background
 
     @property
-    def open_slots(self) -> Container[Slot]:
+    def open_slots(self) -> Collection[Slot]:
         """The parameters whose updates are open here, to be applied in pieces."""
         return self._open
 

@@ -125,7 +125,7 @@ class PatchedOptimizer(ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; one that is still in flight stays with its update."""
-        zero_grads((p for group in self.optimizer.param_groups for p in group["params"]), set_to_none)
+        zero_grads([p for group in self.optimizer.param_groups for p in group["params"]], set_to_none)
 
     @contextmanager
     def _as_step(self) -> Iterator[None]:
