@@ -288,17 +288,17 @@ def test_outer_optimizers_do_as_torch_s_with_a_scheduler(size, tmp_path):
 
 
 def goes_on(rank, size, met):
-    """Rank 0 trains on in the delay, while rank 1 has yet to come to the round."""
+    """Rank 0 trains on in the delay, while rank 1 has yet to come to the round: to the first one, too."""
     model = Points()
     outer = torch.optim.SGD(model.parameters(), **OUTER)
     optimizer = ps.DiLoCo(model, sgd(model), outer, sync_every=4, fragment_sync_delay=2)
-    train(optimizer, rank, 1, 6)  # the first round lets all meet
-    if rank == 1:
-        met.wait()
-    train(optimizer, rank, 6, 8)  # a round begins after step 6
-    if rank == 0:
-        met.wait()
-    train(optimizer, rank, 8, 9)
+    for begins, lands in ((2, 4), (6, 8)):
+        if rank == 1:
+            met.wait()
+        train(optimizer, rank, begins - 1, lands)
+        if rank == 0:
+            met.wait()
+        train(optimizer, rank, lands, lands + 1)
     close(values_of(model), by_numpy(size, 8, 4, delay=2, outer=OUTER)[rank], "however long it takes")
 
 

@@ -104,7 +104,7 @@ class Averages:
             tensor.copy_(self.held[name])
 
     def open(self) -> None:
-        """Let ranks meet now for the store's book, and not in the first round: another thread may begin that."""
+        """Let ranks meet now for the store's book, and not in the first round."""
         if self.held:
             self._kv.open()
 

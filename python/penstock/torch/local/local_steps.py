@@ -133,6 +133,9 @@ class LocalSteps:
         self._parameters: Averages | ShortenedUpdates
         self._statistics: Averages
         self._parameters, self._statistics = self._common_values(parameters, statistics, outer)
+        # All ranks meet for it: the first round that streams would hold the program up until all have come to it.
+        self._parameters.open()
+        self._statistics.open()
         self._inside = gradients_inside(caller, self._clients, running.rank, parameters)
         self._prepare_telling(skip=not_finite == SKIP)
         enroll(model, running.engine)
@@ -160,8 +163,6 @@ class LocalSteps:
         self._inner_at_first = copy.deepcopy(self.inner.state_dict())
         if self._together:
             group = collectives.new_group(everybody)  # of its own: programs make calls meanwhile
-            self._parameters.open()
-            self._statistics.open()
             self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="penstock-local")
         self._telling_group = group
 
