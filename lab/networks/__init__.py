@@ -1,4 +1,4 @@
-"""The networks of the papers, and two of today, with their true shapes."""
+"""The networks of the papers, and three of today, with their true shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lab.networks.googlenet import googlenet
 from lab.networks.inception_v3 import inception_v3
 from lab.networks.resnet import resnet50, resnet152
 from lab.networks.sockeye import sockeye
-from lab.networks.transformers import gpt_small, vit_s
+from lab.networks.transformers import gpt_25m, gpt_small, vit_s
 from lab.networks.vgg import vgg19, vgg19_22k
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ NETWORKS: dict[str, Callable[[], Trace]] = {
     "resnet50": resnet50,
     "resnet152": resnet152,
     "sockeye": sockeye,
+    "gpt-25m": gpt_25m,
     "gpt-small": gpt_small,
     "vit-s": vit_s,
 }

@@ -1,11 +1,11 @@
-"""Two networks of today: a small GPT and a small vision transformer."""
+"""Networks of today: two small GPTs and a small vision transformer."""
 
 from __future__ import annotations
 
 from lab.networks.chain import Chain
-from lab.trace import Trace
+from lab.trace import Layer, Trace
 
-__all__ = ["gpt_small", "vit_s"]
+__all__ = ["gpt_25m", "gpt_small", "vit_s"]
 
 
 def _block(chain: Chain, name: str, features: int) -> None:
@@ -27,7 +27,30 @@ def _block(chain: Chain, name: str, features: int) -> None:
 
 def gpt_small(width: float = 1.0) -> Trace:
     """124,439,808 parameters: the smallest GPT-2. Its output shares the matrix of the token embedding."""
-    features, blocks, vocabulary, tokens = 768, 12, 50257, 1024
+    return Trace(
+        name="gpt-small",
+        layers=_gpt(768, 12, 50257, width),
+        batch=12,
+        source="Radford et al. 2019 (GPT-2), the smallest model, 1,024 tokens; batch: nanoGPT's default for it",
+        width=width,
+        builder=gpt_small,
+    )
+
+
+def gpt_25m(width: float = 1.0) -> Trace:
+    """25,875,456 parameters: GPT-2's layers, fewer and narrower, over bytes, so that nearly all is in the blocks."""
+    return Trace(
+        name="gpt-25m",
+        layers=_gpt(512, 8, 256, width),
+        batch=12,
+        source="GPT-2's layout with 8 blocks of 512 features over bytes, 1,024 of them; batch: as of `gpt-small`",
+        width=width,
+        builder=gpt_25m,
+    )
+
+
+def _gpt(features: int, blocks: int, vocabulary: int, width: float) -> tuple[Layer, ...]:
+    tokens = 1024
     chain = Chain((1, 1, tokens), width)
     # Not kind "embedding": the tied output makes its gradient dense, and it is complete only when backward ends.
     chain.embedding("wte", vocabulary, features, tokens, kind="other")
@@ -36,14 +59,7 @@ def gpt_small(width: float = 1.0) -> Trace:
         _block(chain, f"h{block}", features)
     chain.norm("ln_f")
     chain.add("lm_head", "other", {}, 2.0 * vocabulary * chain.scaled(features) * tokens, rows=tokens)
-    return Trace(
-        name="gpt-small",
-        layers=tuple(chain.layers),
-        batch=12,
-        source="Radford et al. 2019 (GPT-2), the smallest model, 1,024 tokens; batch: nanoGPT's default for it",
-        width=width,
-        builder=gpt_small,
-    )
+    return tuple(chain.layers)
 
 
 def vit_s(width: float = 1.0) -> Trace:

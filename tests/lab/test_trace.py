@@ -13,7 +13,8 @@ from lab.trace import Layer, Tensor, Trace
 ROOT = Path(__file__).resolve().parents[2]
 
 # Parameters and tensors: Caffe's and torchvision's models, timm's ViT, OpenAI's GPT-2; VGG19-22K is VGG19 with 20,841
-# more classes of 4,097 numbers each. No count of P3's Sockeye is published: see the test of its layout.
+# more classes of 4,097 numbers each. No count of P3's Sockeye is published: see the test of its layout. The lab's own
+# GPT has 12 F^2 + 13 F in each block of F features, and its embeddings and last normalisation.
 PUBLISHED = {
     "cifar10-quick": (145_578, 10),
     "googlenet": (6_998_552, 116),
@@ -23,6 +24,7 @@ PUBLISHED = {
     "resnet50": (25_557_032, 161),
     "resnet152": (60_192_808, 467),
     "sockeye": (27_733_021, 37),
+    "gpt-25m": (8 * (12 * 512**2 + 13 * 512) + (256 + 1024 + 2) * 512, 100),
     "gpt-small": (124_439_808, 148),
     "vit-s": (22_050_664, 152),
 }
