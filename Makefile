@@ -140,7 +140,7 @@ bench-gpu: build ## Steps of ResNet-50 and a GPT on this machine's accelerator, 
 	$(BIN)/python -m benchmarks.device $(ARGS); steps=$$?; $(BIN)/python -m benchmarks.device_sums && exit $$steps
 
 # Torch's own DDP needs none. A peer that cannot be installed is reported, with the reason, and the target fails.
-lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet, MPICH (3 GB, 10 minutes)
+lab-peers: $(ENVIRONMENT) ## Install the peers that the lab compares with: Horovod, MXNet, MPICH, torchft (3 GB, 10 minutes)
 	$(BIN)/python -m lab.peers install $(ARGS)
 
 # Those whose standard library this Rust does not have are left out: `rustup target add TARGET`.

@@ -24,6 +24,7 @@ from lab.counters import Counters
 from lab.records import ROOT, note, publish, recorded, result_arguments
 from lab.scenario import Scenario
 from lab.session import Session, SystemFailed
+from lab.systems import SYSTEMS
 from penstock.coordinator import Cluster as Workers
 from penstock.coordinator import Coordinator
 from penstock.models import load
@@ -79,7 +80,7 @@ def measure(
         options={"penstock": dict(KINDS[kind][1])},
     )
     with tempfile.TemporaryDirectory(prefix="penstock-load-") as folder:
-        session = Session(cluster, scenario, "penstock", sys.executable, port, Path(folder))
+        session = Session(cluster, scenario, SYSTEMS["penstock"], sys.executable, port, Path(folder))
         try:
             session.ready()
             turn = session.turn(arguments.steps, counters)

@@ -26,6 +26,7 @@ import json
 import os
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -66,6 +67,7 @@ class Peer:
         programs: What the build needs besides, and where it comes from.
         environ: Variables of the build.
         pythons: Versions of Python that the pinned packages have, the preferred one first.
+        on_project: Whether it has the project's own packages, too: its Python and torch are the project's then.
     """
 
     name: str
@@ -76,10 +78,14 @@ class Peer:
     programs: tuple[tuple[str, str], ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
     pythons: tuple[str, ...] = ("3.11", "3.10")
+    on_project: bool = False
 
     def recipe(self) -> str:
         """What an environment was made with, as a digest."""
-        parts = (self.requirements.read_text(encoding="utf-8"), self.check, self.from_source, self.environ)
+        parts: tuple[Any, ...] = (
+            *(self.requirements.read_text(encoding="utf-8"), self.check, self.from_source, self.environ),
+            *([sys.prefix] if self.on_project else []),
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -112,6 +118,14 @@ PEERS: dict[str, Peer] = {
             title="MPICH 5.0.2 by mpi4py 4.1.2, on UCX",
             requirements=REQUIREMENTS / "mpich.lock",
             check="import numpy; from mpi4py import MPI; assert 'MPICH' in MPI.Get_library_version(), 'another MPI'",
+        ),
+        Peer(
+            name="torchft",
+            title="torchft 0.2.0, DiLoCo on gloo, the project's torch",
+            requirements=REQUIREMENTS / "torchft.lock",
+            check="from torchft.local_sgd import DiLoCo; from torchft import Manager, ProcessGroupGloo",
+            pythons=(f"{sys.version_info[0]}.{sys.version_info[1]}",),
+            on_project=True,
         ),
     )
 }
@@ -217,6 +231,8 @@ class _Installation:
         pins = [pin for pin in pins if pin and not pin.startswith("#")]
         options = [] if pins else ["--without-pip"]  # nothing to install
         self.step("make the environment", [base, "-m", "venv", *options, str(self.folder / "venv")])
+        if peer.on_project:
+            self.add_project()
         built = [pin for pin in pins if pin.split("==")[0] in peer.from_source]
         ready = [pin for pin in pins if pin not in built]
         pip = [str(self.python), "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-input"]
@@ -225,6 +241,12 @@ class _Installation:
         for pin in built:
             self.step(f"build {pin}", [*pip, "--verbose", "--no-build-isolation", "--no-binary", ":all:", pin])
         self.step("check that it works", [str(self.python), "-c", peer.check])
+
+    def add_project(self) -> None:
+        """Let the environment see the packages of this one, behind its own."""
+        for folder in (self.folder / "venv" / "lib").glob("python*/site-packages"):
+            lines = (f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages())
+            (folder / "project.pth").write_text("".join(lines), encoding="utf-8")
 
     def step(self, what: str, command: Sequence[str]) -> None:
         """Run an installer, with everything that it says in the log, showing that it goes on."""
@@ -346,12 +368,12 @@ def _note(text: str) -> None:
 
 
 def _listing(home: Path) -> list[dict[str, Any]]:
-    from lab.systems import SYSTEMS
+    from lab.systems import LOCAL_SYSTEMS, SYSTEMS
 
     rows = []
     for peer in PEERS.values():
         found = state(peer, home)
-        systems = [system.name for system in SYSTEMS.values() if system.environment == peer.name]
+        systems = [name for name, one in {**SYSTEMS, **LOCAL_SYSTEMS}.items() if one.environment == peer.name]
         rows.append({"name": peer.name, "title": peer.title, "systems": systems, **vars(found)})
     return rows
 

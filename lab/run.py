@@ -184,7 +184,9 @@ class Run:
                     self._progress.set_postfix_str(f"{scenario.name}: {system}, turn {repetition + 1}")
                     try:
                         if system not in alive:
-                            alive[system] = Session(cluster, scenario, system, python, next(self._ports), folder)
+                            alive[system] = Session(
+                                cluster, scenario, SYSTEMS[system], python, next(self._ports), folder
+                            )
                             alive[system].ready()
                         self.turns.setdefault(system, []).append(alive[system].turn(scenario.steps, counters))
                     except SystemFailed as failure:

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.networks import NETWORKS
-from lab.systems import SYSTEMS
+from lab.systems import SYSTEMS, System
 from lab.trace import Trace
 
 if sys.version_info >= (3, 11):
@@ -112,10 +112,10 @@ class Scenario:
             rates[int(self.slow["host"])] = float(self.slow["rate_mbit"])
         return rates
 
-    def spec(self, system: str) -> dict[str, Any]:
+    def spec(self, system: System) -> dict[str, Any]:
         """What the worker programs of a system are given."""
-        options = dict(self.options.get(system, {}))
-        if self.slice_kb is not None and system == "penstock":
+        options = dict(self.options.get(system.name, {}))
+        if self.slice_kb is not None and system.name == "penstock":
             options["init"] = {**options.get("init", {}), "slice_bytes": self.slice_kb << 10}
         spec = {
             "network": self.network,
@@ -126,7 +126,7 @@ class Scenario:
             "seed": self.seed,
             "options": options,
         }
-        return SYSTEMS[system].spec(spec)
+        return system.spec(spec)
 
 
 def all_names() -> list[str]:

@@ -21,7 +21,7 @@ from lab.cluster import Cluster, Host
 from lab.counters import Counters
 from lab.records import ROOT, stolen_seconds
 from lab.scenario import Scenario
-from lab.systems import SYSTEMS
+from lab.systems import System
 from lab.systems.worker import CpuClock
 
 __all__ = ["Session", "SystemFailed", "Turn"]
@@ -42,6 +42,7 @@ class Turn:
 
     Attributes:
         step_s: Mean step, over all hosts and steps.
+        seconds: Of each rank, of each of its steps.
         cpu_s: Processor time of all workers and servers, per step.
         sent: Bytes per step, by host.
         received: Bytes per step, by host.
@@ -52,6 +53,7 @@ class Turn:
     """
 
     step_s: float
+    seconds: list[list[float]]
     cpu_s: float
     sent: list[float]
     received: list[float]
@@ -64,12 +66,14 @@ class Turn:
 class Session:
     """The processes of one system: workers on the first hosts, and on each of the others a server, if it has such."""
 
-    def __init__(self, cluster: Cluster, scenario: Scenario, system: str, python: str, port: int, folder: Path) -> None:
+    def __init__(
+        self, cluster: Cluster, scenario: Scenario, system: System, python: str, port: int, folder: Path
+    ) -> None:
         self._size = scenario.workers
-        self.system = system
-        apart = cluster.hosts[scenario.hosts :] if SYSTEMS[system].server else []
-        self._errors = [folder / f"{system}-{rank}.err" for rank in range(self._size + len(apart))]
-        spec = folder / f"{system}.json"
+        self.system = system.name
+        apart = cluster.hosts[scenario.hosts :] if system.server else []
+        self._errors = [folder / f"{system.name}-{rank}.err" for rank in range(self._size + len(apart))]
+        spec = folder / f"{system.name}.json"
         spec.write_text(json.dumps(scenario.spec(system)), encoding="utf-8")
         self._processes: list[subprocess.Popen[str]] = []  # of workers
         self._servers: list[subprocess.Popen[str]] = []
@@ -94,11 +98,11 @@ class Session:
 
         for rank in range(self._size):
             host = cluster.hosts[rank // scenario.workers_per_host]
-            self._processes.append(start(rank, host, SYSTEMS[system].command(python, spec)))
+            self._processes.append(start(rank, host, system.command(python, spec)))
             self._replies.append(queue.Queue())
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
         for rank, host in enumerate(apart, self._size):
-            self._servers.append(start(rank, host, SYSTEMS[system].server_command(python, spec)))
+            self._servers.append(start(rank, host, system.server_command(python, spec)))
 
     def _listen(self, rank: int) -> None:
         output = self._processes[rank].stdout
@@ -151,16 +155,16 @@ class Session:
         """
         self._answers(START_S)
 
-    def turn(self, steps: int, counters: Counters) -> Turn:
-        """So many steps on all hosts.
+    def turn(self, steps: int, counters: Counters, *, lead_in: int = 1) -> Turn:
+        """So many steps on all hosts, after some that are not counted.
 
         Raises:
             SystemFailed: As always.
         """
         told_s, stolen_s = time.monotonic(), stolen_seconds()
         servers_s = self._servers_cpu_s()
-        self._tell(json.dumps({"steps": steps}))
-        answers = self._answers(TURN_SLACK_S + 60 * self._step_s * steps)
+        self._tell(json.dumps({"steps": steps, "lead_in": lead_in}))
+        answers = self._answers(TURN_SLACK_S + 60 * self._step_s * (steps + lead_in))
         stolen_cores = (stolen_seconds() - stolen_s) / (time.monotonic() - told_s)
         servers_s = self._servers_cpu_s() - servers_s
         stats = answers[0]["stats"]
@@ -170,9 +174,10 @@ class Session:
         samples = counters.samples
         moved = [_between(of_host, began, ended) for of_host in samples]
         walls = [answer["wall"] for answer in answers]
-        all_steps = steps + stats["lead_in"]
+        all_steps = steps + lead_in
         return Turn(
             step_s=statistics.mean((end - begin) / steps for begin, end in walls),
+            seconds=[answer["seconds"] for answer in answers],
             cpu_s=sum(answer["cpu_s"] for answer in answers) / steps + servers_s / all_steps,
             sent=[sent / all_steps for _, sent in moved],
             received=[received / all_steps for received, _ in moved],

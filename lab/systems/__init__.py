@@ -1,7 +1,7 @@
 """The systems that are compared: the project's own modes and its peers, one worker program each.
 
-`SYSTEMS` is the table. A system is a module, run as ``python -m MODULE SPEC.json`` by the Python of its environment
-(`lab.peers`), and options that go into the spec.
+`SYSTEMS` is the table of those that train synchronously, `LOCAL_SYSTEMS` of the others. A system is a module, run as
+``python -m MODULE SPEC.json`` by the Python of its environment (`lab.peers`), and options that go into the spec.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["SYSTEMS", "System"]
+__all__ = ["LOCAL_SYSTEMS", "SYSTEMS", "System"]
 
-Environment = Literal["project", "horovod", "mxnet"]
+Environment = Literal["project", "horovod", "mxnet", "torchft"]
 
 
 @dataclass(frozen=True)
@@ -125,3 +125,28 @@ SYSTEMS: dict[str, System] = {
         _mxnet("mxnet-p3", "MXNet 1.9.1, P3", {"store": "p3"}),
     )
 }
+
+LOCAL_SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        System("penstock-diloco", "Penstock, DiLoCo", False, "project", "lab.systems.penstock_diloco"),
+        _penstock("penstock-async", "Penstock, asynchronous", {"mode": "full", "async": True}, exact=False),
+        System(
+            "torchft-diloco",
+            "torchft 0.2.0, DiLoCo (gloo)",
+            False,
+            "torchft",
+            "lab.systems.torchft_diloco",
+            restless=True,
+        ),
+        System(
+            "mxnet-async",
+            "MXNet 1.9.1, dist_async",
+            False,
+            "mxnet",
+            "lab.systems.mxnet",
+            {"store": "async", "update": "servers"},
+        ),
+    )
+}
+"""Whose workers wait for each other less than once a step: no scenario compares them, `benchmarks.local_speed` does."""

@@ -1,4 +1,4 @@
-"""MXNet 1.9.1's KVStore: ``dist_sync``, and the store of P3 (slices with priority).
+"""MXNet 1.9.1's KVStore: ``dist_sync``, ``dist_async``, and the store of P3 (slices with priority).
 
 The environment has no torch, so this worker emulates the compute itself: layer by layer it sleeps for the trace's
 times, gradients are written by MXNet's own operators, and no real products are made, which can only help MXNet.
@@ -6,7 +6,7 @@ The rest is what MXNet's trainer does when the worker updates: each tensor is pu
 layer, its update is queued behind the pull by MXNet's engine, and a layer's forward waits for its own weights only.
 
 Every host runs one server beside its worker, or servers are on hosts of their own; the first host runs the scheduler.
-With its optimizer on servers they update, and workers pull parameters.
+With its optimizer on servers they update, and workers pull parameters; ``dist_async`` knows no other way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from lab.pace import Pace
 from lab.systems.worker import MOMENTUM, BadSpec, Job, Worker, main, main_of_server, pace_stats
 
-STORES = ("sync", "p3")
+STORES = ("sync", "async", "p3")
 UPDATES = ("workers", "servers")
 END_S = 20.0
 
@@ -37,13 +37,9 @@ class Mxnet(Worker):
         super().__init__(job)
         if self.options["store"] not in STORES:
             raise BadSpec(f"no store {self.options['store']!r}; there are {', '.join(STORES)}")
-        if self.options["update"] not in UPDATES or (self.options["store"], self.options["update"]) == (
-            "p3",
-            "servers",
-        ):
-            raise BadSpec(
-                f"no update {self.options['update']!r} with {self.options['store']!r}: P3 has none on servers"
-            )
+        pair = (self.options["store"], self.options["update"])
+        if pair[1] not in UPDATES or pair in (("p3", "servers"), ("async", "workers")):
+            raise BadSpec(f"no update {pair[1]!r} with {pair[0]!r}: P3 has none on servers, and async no other")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps = 0
 
@@ -62,7 +58,7 @@ class Mxnet(Worker):
             )
         os.environ.update({**environ, "DMLC_ROLE": "worker"})
         self._mx: Any = importlib.import_module("mxnet")
-        self._store: Any = self._mx.kv.create("dist_sync")
+        self._store: Any = self._mx.kv.create("dist_async" if self.options["store"] == "async" else "dist_sync")
         self._make_parameters()
 
     def environment(self) -> dict[str, str]:
@@ -84,7 +80,7 @@ class Mxnet(Worker):
     def _make_parameters(self) -> None:
         """One key per tensor. Keys are numbers in forward order, as the trainer's are."""
         mx, trace = self._mx, self.job.trace()
-        self._times = trace.compute(self.job.compute_s)
+        self._times = trace.compute(self.compute_s)
         self._pace = Pace(len(trace.layers))
         self._names: list[str] = []
         self._layers: list[list[int]] = []
@@ -97,7 +93,7 @@ class Mxnet(Worker):
                 self._names.append(tensor.name)
                 self._weights.append(mx.nd.random.uniform(-0.05, 0.05, shape=tensor.shape))
                 self._grads.append(mx.nd.zeros(tensor.shape))
-        rescale = 1.0 / self.job.size  # the store sums
+        rescale = 1.0 / self.job.size  # the store sums, or takes each gradient as a step of its own
         optimizer = mx.optimizer.SGD(
             learning_rate=float(self.options["lr"]), momentum=MOMENTUM, wd=0.0, rescale_grad=rescale
         )

@@ -47,10 +47,17 @@ class Penstock(TorchWorker):
     """The sharded store, in the workers or in servers apart.
 
     ``init`` is given to `penstock.init` on top of the mode; ``schemes`` and ``update`` to `penstock.distribute`: by
-    default the store for every layer, for that is what the modes are compared in, and updates at the workers.
+    default the store for every layer, for that is what the modes are compared in, and updates at the workers. With
+    ``async`` no worker waits for another.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {"mode": "full", "init": {}, "schemes": None, "update": "workers"}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "mode": "full",
+        "init": {},
+        "schemes": None,
+        "update": "workers",
+        "async": False,
+    }
 
     def join(self) -> None:
         """Join the job."""
@@ -63,6 +70,7 @@ class Penstock(TorchWorker):
     def adopt(self) -> None:
         """The two objects come back, with hooks."""
         given = {name: self.options[name] for name in ("schemes", "update")}
+        given["mode"] = "async" if self.options["async"] else "sync"
         self.model, self.optimizer = ps.distribute(self.model, self.optimizer, **given)
 
     def barrier(self) -> None:
@@ -80,8 +88,12 @@ class Penstock(TorchWorker):
             self.settle()
 
     def settle(self) -> None:
-        """Wait, and apply."""
-        ps.synchronize(self.optimizer)
+        """Wait, and apply. In asynchronous training that would get what others have changed meanwhile, too."""
+        if self.options.get("async"):
+            for param in self.plain.parameters():
+                param.sum()  # who reads it waits for the answer
+        else:
+            ps.synchronize(self.optimizer)
 
     def stats(self) -> dict[str, Any]:
         """What the engine's report counts, by layer too."""

@@ -38,7 +38,7 @@ class TorchWorker(Worker):
         torch.set_num_threads(int(self.options["threads"]))
         self.join()
         lists = bool(self.options["lists"])
-        self.plain = emulate.build(self.job.trace(), self.job.compute_s, seed=self.job.seed, lists=lists)
+        self.plain = emulate.build(self.job.trace(), self.compute_s, seed=self.job.seed, lists=lists)
         self.model = self.plain
         self.optimizer = SGD(self.plain.parameters(), lr=float(self.options["lr"]), momentum=MOMENTUM)
         self.adopt()

@@ -67,6 +67,7 @@ COMMON_OPTIONS: dict[str, Any] = {
     "lr": 0.01,
     "lists": False,  # whether layers hold their parameters in lists beside them; see `lab.emulate.build`
     "step_timeout_s": 120.0,
+    "slowed": {},  # by rank, as text: how many times as long its compute takes
 }
 MOMENTUM = 0.9
 
@@ -175,6 +176,7 @@ class Worker(ABC):
 
     Attributes:
         defaults: The system's own options and their defaults.
+        compute_s: Seconds of emulated compute per step, here.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -187,6 +189,7 @@ class Worker(ABC):
             raise BadSpec(f"unknown option {unknown[0]!r}; this system has {', '.join(sorted(known))}")
         self.options: dict[str, Any] = {**known, **(job.options or {})}
         self.step_timeout_s = float(self.options["step_timeout_s"])
+        self.compute_s = job.compute_s * float(self.options["slowed"].get(str(job.rank), 1.0))
 
     @abstractmethod
     def open(self) -> None:

@@ -75,6 +75,12 @@ def test_the_command_reports_what_is_missing_and_goes_on(home, tmp_path, monkeyp
     assert peers.python_of("good", home) == rows["good"]["python"]
 
 
+@pytest.mark.parametrize("on_project", [True, False])
+def test_a_peer_may_have_the_projects_packages_beside_its_own(on_project, home, tmp_path):
+    peer = make_peer(tmp_path, check="import numpy", on_project=on_project)
+    assert peers.install(peer, home, lambda said: None).state == ("installed" if on_project else "missing")
+
+
 def test_the_project_itself_needs_no_environment(home):
     assert peers.python_of("project", home) == sys.executable
 

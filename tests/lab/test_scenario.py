@@ -6,6 +6,7 @@ import pytest
 
 from lab.limits import store_wire_s
 from lab.scenario import BadScenario, all_names, load
+from lab.systems import SYSTEMS
 from lab.verdicts import DDP_RATIO_MAX, REPETITIONS_MIN
 
 SMALL = """
@@ -29,7 +30,7 @@ def test_every_scenario_can_be_run(name):
         assert point.trace().elems > 0
         assert len(point.rates_mbit()) == point.hosts + point.servers
         for system in point.systems:
-            assert point.spec(system)["network"] == point.network
+            assert point.spec(SYSTEMS[system])["network"] == point.network
 
 
 def test_a_sweep_gives_one_point_per_value(tmp_path):
@@ -39,8 +40,8 @@ def test_a_sweep_gives_one_point_per_value(tmp_path):
 
 def test_a_slice_size_reaches_our_own_system_alone(tmp_path):
     (point,) = load(written(tmp_path, SMALL + "[sweep]\nslice_kb = [64]\n"))
-    assert point.spec("penstock")["options"]["init"] == {"slice_bytes": 65536}
-    assert "init" not in point.spec("ddp")["options"]
+    assert point.spec(SYSTEMS["penstock"])["options"]["init"] == {"slice_bytes": 65536}
+    assert "init" not in point.spec(SYSTEMS["ddp"])["options"]
 
 
 def test_bars_between_two_systems_are_kept_as_written(tmp_path):
@@ -143,7 +144,9 @@ def test_dilation_is_in_the_title_and_changes_nothing_that_is_run(tmp_path):
     (dilated,) = load(written(tmp_path, text + "dilation = 4\n"))
     assert dilated == replace(plain, dilation=4, title="small, run at 4 times the time")
     assert dilated.rates_mbit() == plain.rates_mbit()
-    assert [dilated.spec(system) for system in dilated.systems] == [plain.spec(system) for system in plain.systems]
+    assert [dilated.spec(SYSTEMS[name]) for name in dilated.systems] == [
+        plain.spec(SYSTEMS[name]) for name in plain.systems
+    ]
 
 
 def test_servers_have_hosts_of_their_own_and_workers_may_share_some(tmp_path):

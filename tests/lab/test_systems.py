@@ -10,7 +10,7 @@ import torch
 from worker_scene import END_S, Scene, free_port
 
 from lab import emulate, peers
-from lab.systems import SYSTEMS
+from lab.systems import LOCAL_SYSTEMS, SYSTEMS
 from lab.systems.mxnet import gradient
 from lab.systems.worker import COMMON_OPTIONS, MOMENTUM, Job
 
@@ -42,14 +42,14 @@ SPEC = {"network": NETWORK, "compute_s": COMPUTE_S, "warmup": WARMUP, "seed": 5}
 ALL_STEPS = WARMUP + ROUNDS * (1 + STEPS)
 
 
-def run(system, folder):
+def run(system, folder, asked=SPEC):
     """The events of both workers: those of the last steps, and the digests."""
     try:
         python = peers.python_of(system.environment)
     except peers.Missing as missing:
         pytest.skip(str(missing))
     spec = folder / "spec.json"
-    spec.write_text(json.dumps(system.spec(SPEC)))
+    spec.write_text(json.dumps(system.spec(asked)))
     with Scene(system.command(python, spec), SIZE, folder) as scene:
         scene.replies("ready")
         for _ in range(ROUNDS):
@@ -123,6 +123,33 @@ def test_a_system(name, tmp_path):
             else:
                 tolerance = 1e-6 if system.exact else 1e-2
                 assert abs(sums[tensor] - total) <= tolerance * scale[tensor], tensor
+
+
+# Of local updates: a round every 3 steps, so that the counted steps end with one, and in parts.
+LOCAL_OPTIONS = {
+    "penstock-diloco": {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "wire": "int8"},
+    "torchft-diloco": {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "penstock-diloco" else pytest.mark.long) for n in LOCAL_SYSTEMS]
+)
+def test_a_system_of_local_updates(name, tmp_path):
+    """Ranks differ between rounds, so that of parameters it is only seen that both have moved."""
+    asked = {**SPEC, "options": {**LOCAL_OPTIONS.get(name, {}), "slowed": {"1": 4.0}}}
+    steps, digests = run(LOCAL_SYSTEMS[name], tmp_path, asked)
+    quick, slow = (statistics.median(told["seconds"]) for told in steps)
+    assert quick > 0.7 * COMPUTE_S
+    assert slow > 0.7 * 4.0 * COMPUTE_S, "which rank 1's compute takes"
+    for told in steps:
+        assert told["stats"]["steps"] == 1 + STEPS
+    begun = emulate.build(Job(0, SIZE, "", "", 0, NETWORK, COMPUTE_S).trace(), 0.0, seed=SPEC["seed"])
+    for digest in digests:
+        sums = {tensor: total for tensor, (total, _) in digest["tensors"].items()}
+        if LOCAL_SYSTEMS[name].environment != "mxnet":  # whose parameters begin as they like
+            before = {tensor: float(param.detach().double().sum()) for tensor, param in begun.named_parameters()}
+            assert all(sums[tensor] != total for tensor, total in before.items())
 
 
 WATCHED = Path(__file__).parent / "watched_penstock.py"

@@ -151,7 +151,7 @@ def test_interfaces_are_found_by_address():
 
 
 def test_the_table_of_systems_is_complete():
-    from lab.systems import SYSTEMS
+    from lab.systems import LOCAL_SYSTEMS, SYSTEMS
 
     modes = {
         "penstock",
@@ -170,7 +170,8 @@ def test_the_table_of_systems_is_complete():
     }
     peers = {"ddp", "ddp-bf16", "ddp-powersgd", "horovod", "mxnet-sync", "mxnet-sync-update", "mxnet-p3"}
     assert set(SYSTEMS) == {"alone", *modes, *peers}
-    for name, system in SYSTEMS.items():
+    assert set(LOCAL_SYSTEMS) == {"penstock-diloco", "penstock-async", "torchft-diloco", "mxnet-async"}
+    for name, system in (*SYSTEMS.items(), *LOCAL_SYSTEMS.items()):
         assert system.name == name
         assert (ROOT / (system.module.replace(".", os.sep) + ".py")).is_file()
     spec = SYSTEMS["mxnet-p3"].spec({"steps": 1, "options": {"lr": 0.1}})
