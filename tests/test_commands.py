@@ -393,6 +393,13 @@ TABLE = {
     "python -m benchmarks.local_quality --draw FILE": By(
         "tests/lab/test_benchmarks.py::TestLocalQuality::test_quality_of_local_updates_is_judged_by_seed"
     ),
+    "python -m benchmarks.local_speed": NAMED,
+    "python -m benchmarks.local_speed [--json-lines docs/benchmarks/local_speed.jsonl]": Run(
+        '--repetitions 1 --mbit 1000 --step-ms 100 --sync-every 4 --fragments 2 --delay 1 --arms "DiLoCo, streaming"',
+        clusters=True,
+        long=True,
+        status=JUDGED,
+    ),
     "python -m benchmarks.membership [--json-lines docs/benchmarks/membership.jsonl]": Run(
         "--repetitions 1 --compute-s 0.1", clusters=True, long=True, status=(0, 1)
     ),

@@ -1,11 +1,13 @@
 """What benchmarks judge by, on numbers made up: how even bytes are, whether the exact run equals one process."""
 
+import argparse
 import json
 import math
 
 import pytest
 
-from benchmarks import collectives, convergence, load_balance, local_quality, tensor_collectives
+from benchmarks import collectives, convergence, load_balance, local_quality, local_speed, tensor_collectives
+from lab.session import Turn
 
 EVEN = [100.0] * 4
 
@@ -120,6 +122,106 @@ class TestLocalQuality:
         with pytest.raises(SystemExit):
             self.status(monkeypatch, lines, "--arms", "diloco, every 31")
         assert "--arms diloco, every 31: expected some of synchronous, diloco, every 1," in capsys.readouterr().err
+
+
+def turn_of(*ranks):
+    """A turn whose steps took so long, by rank."""
+    return Turn(step_s=1.0, seconds=list(ranks), cpu_s=0.5, sent=[1e6, 3e6], received=[], stolen_cores=0.0, stats={})
+
+
+class TestLocalSpeed:
+    CHOSEN = argparse.Namespace(
+        mbit=50.0,
+        step_ms=1000.0,
+        async_mbit=1000.0,
+        async_step_ms=3000.0,
+        sync_every=30,
+        fragments=6,
+        delay=2,
+        wire="int8",
+    )
+    QUICK = ([1.0, 1.0, 1.0],) * 4
+
+    def arm(self, name):
+        return next(arm for arm in local_speed.arms(self.CHOSEN) if arm.name == name)
+
+    def test_the_slowest_host_counts_and_the_longest_step(self):
+        arm = self.arm(local_speed.STREAMING)
+        found = local_speed.compared(arm, turn_of(*self.QUICK[1:], [1.0, 1.5, 1.25]), turn_of(*self.QUICK))
+        assert found.ratio == pytest.approx(1 / 1.25)
+        assert found.stall == pytest.approx(0.5)
+        assert (found.usual_s, found.longest_s, found.megabytes) == (1.0, 1.5, 3.0)
+        assert found.tokens_per_s == pytest.approx(12 * 1024 * (3 + 1 / 1.25))
+
+    def test_stalls_are_beyond_a_usual_step_alone_whatever_is_usual_with_others(self):
+        arm = self.arm(local_speed.STREAMING)
+        found = local_speed.compared(arm, turn_of(*[[1.2] * 3] * 4), turn_of(*self.QUICK))
+        assert found.stall == pytest.approx(0.2)
+
+    def test_of_a_slow_host_only_the_others_count(self):
+        turn = turn_of(*self.QUICK[1:], [4.0] * 3)
+        assert local_speed.compared(self.arm("async, one slow"), turn, turn_of(*self.QUICK)).ratio == 1.0
+        assert local_speed.compared(self.arm("async"), turn, turn_of(*self.QUICK)).ratio == 0.25
+
+    @pytest.mark.parametrize(
+        ("ratio", "stall", "slow", "missed"),
+        [
+            (0.95, 0.1, 0.95, []),
+            (0.94, 0.1, 0.95, ["speed of DiLoCo"]),
+            (0.95, 0.11, 0.95, ["stalls of DiLoCo"]),
+            (0.95, 0.1, 0.94, ["speed beside a slow host"]),
+        ],
+    )
+    def test_status_table_and_record_say_what_is_missed(
+        self, tmp_path, monkeypatch, capsys, ratio, stall, slow, missed
+    ):
+        wanted = {
+            "DiLoCo, streaming (50 Mbit/s, 1 s)": (ratio, stall),
+            "async, one slow (1000 Mbit/s, 3 s)": (slow, 3.0),
+        }
+
+        def measure(run):
+            for arm in run.arms:
+                name = arm.title
+                part, longest = wanted.get(name, (0.5, 2.0))
+                # The median counts of speeds, and the highest of stalls.
+                two = [(part - 0.01, -0.01), (part + 0.01, longest)]
+                run.turns[name] = [local_speed.Measured(100.0, r, 1.0, 1.0 + s, s, 1.5, 0.5) for r, s in two]
+            run.turns.pop("torchft DiLoCo (50 Mbit/s, 1 s)")
+            run.missing["torchft DiLoCo (50 Mbit/s, 1 s)"] = "not installed"
+
+        monkeypatch.setattr(local_speed.Run, "measure", measure)
+        lines = tmp_path / "lines.jsonl"
+        monkeypatch.setattr("sys.argv", ["local_speed", "--json-lines", str(lines)])
+        assert local_speed.main() == (1 if missed else 0)
+        (record,) = map(json.loads, lines.read_text().splitlines())
+        assert [name for name, met in record["verdicts"].items() if not met] == missed
+        assert len(record["verdicts"]) == 3
+        assert {"commit", "seed", "host", "step_ms"} <= record.keys()
+        said = capsys.readouterr().out
+        assert said.count("MISSED") == len(missed)
+        assert f"| DiLoCo, streaming (50 Mbit/s, 1 s) | 100 | {ratio:.3f} (" in said
+        assert "| torchft DiLoCo (50 Mbit/s, 1 s) | missing: not installed |" in said
+
+    def test_what_is_not_measured_is_not_judged(self):
+        assert local_speed.verdicts({"DiLoCo (50 Mbit/s, 1 s)": {}}, *local_speed.places(self.CHOSEN)) == {}
+
+    def test_a_turn_of_local_updates_has_whole_rounds(self):
+        for arm in local_speed.arms(self.CHOSEN):
+            assert arm.steps % arm.options.get("sync_every", arm.steps) == 0
+
+    def test_each_place_has_an_arm_alone_to_begin_with_and_none_is_measured_for_nothing(self):
+        for chosen, count in ((None, 2), (["async"], 2), (["DiLoCo"], 1)):
+            there = local_speed.Run(argparse.Namespace(**vars(self.CHOSEN), arms=chosen)).arms
+            assert [arm.name for arm in there].count("alone") == count
+            places = [arm.place for arm in there]
+            assert all(there[places.index(place)].name == "alone" for place in places)
+
+    def test_an_arm_that_is_none_is_named(self, monkeypatch, capsys):
+        monkeypatch.setattr("sys.argv", ["local_speed", "--arms", "DiLoCo, slow"])
+        with pytest.raises(SystemExit):
+            local_speed.main()
+        assert "--arms DiLoCo, slow: expected some of alone, synchronous, bf16, DiLoCo," in capsys.readouterr().err
 
 
 class TestCollectives:
