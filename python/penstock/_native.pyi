@@ -680,10 +680,11 @@ class Engine:
         of its optimizer in their order. Between steps.
         """
 
-    def lend(self, book: int, tensor: int, updates: int, ptr: int, nbytes: int) -> bool:
+    def lend(self, book: int, tensor: int, updates: int | None, ptr: int, nbytes: int) -> bool:
         """As `load` of a value, but the memory is read in place at each update: it stays, and gets every answer.
 
-        Says whether it is so; of tensors that are rounded on the wire a value is kept as ever.
+        Says whether it is so; of tensors that are rounded on the wire a value is kept as ever. Without a number of
+        updates it is so already, and the memory alone is another.
         """
 
     def save(self, book: int, tensor: int, state: int | None, ptr: int, nbytes: int) -> int | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.gathering import Gathering
 
-__all__ = ["CheckpointWriter", "name_last", "on_first"]
+__all__ = ["CheckpointWriter", "Claimed", "name_last", "on_first"]
 
 _writers: weakref.WeakValueDictionary[int, CheckpointWriter] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -108,6 +108,20 @@ class _BegunCheckpoint(NamedTuple):
     layout: int = 0
 
 
+class Claimed(NamedTuple):
+    """What all that write agree on before a checkpoint.
+
+    Attributes:
+        writers: Who is there to write, by the ranks that they began with.
+        found: What the first rank has found out.
+        epoch: Of an elastic job, the last in which one of them is.
+    """
+
+    writers: list[int]
+    found: bool
+    epoch: int
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one thing. Every rank has one, and makes its calls alike.
 
@@ -141,6 +155,7 @@ class CheckpointWriter:
         self._under_way: _BegunCheckpoint | None = None
         self._thread: threading.Thread | None = None  # where some of it is written
         self._error: Exception | None = None
+        self._has_moved = False  # what this rank was to write
         _writers[next(_numbers)] = self
 
     def standing(self) -> dict[str, Any]:
@@ -237,7 +252,7 @@ class CheckpointWriter:
 
     # A part by each rank
 
-    def claim(self, directory: Path, ask: Callable[[], bool] | None = None) -> tuple[list[int], bool]:
+    def claim(self, directory: Path, ask: Callable[[], bool] | None = None) -> Claimed:
         """See to it that there is such a directory, and that no other job writes there. Collective.
 
         Args:
@@ -245,18 +260,18 @@ class CheckpointWriter:
             ask: What the first rank finds out besides.
 
         Returns:
-            Who is there to write, by the ranks that they began with: the same on all of them. And what was found out.
+            The same on all of them.
 
         Raises:
             ConfigError: There can be none, or one does. On all ranks.
         """
         while True:
             by = self._gathering.first
-            told: dict[str, Any] = {}
+            told: dict[str, Any] = {"epoch": self.engine.epoch}
             if by == self._rank:
                 try:
                     self._claim_here(directory)
-                    told = {"found": ask is not None and ask()}
+                    told["found"] = ask is not None and ask()
                 except ConfigError as error:
                     told = {"error": str(error)}
                 except PenstockError:
@@ -269,7 +284,8 @@ class CheckpointWriter:
         found: dict[str, Any] = json.loads(said)
         if "error" in found:
             raise ConfigError(found["error"], rank=by)
-        return [rank for rank, blob in enumerate(blobs) if blob is not None], found["found"]
+        rows = {rank: json.loads(blob) for rank, blob in enumerate(blobs) if blob is not None}
+        return Claimed([*rows], found["found"], max(row["epoch"] for row in rows.values()))
 
     def begin_parts(
         self, directory: Path, stem: str, writers: Sequence[int], servers: int = 0
@@ -319,6 +335,10 @@ class CheckpointWriter:
         """What was to be written could not be copied."""
         self._error = error
 
+    def has_moved(self) -> None:
+        """What this rank was to write is others' by now: in an elastic job, of what owners keep. It writes nothing."""
+        self._has_moved = True
+
     def copy_now(self) -> None:
         """Copy what was put off, if something was."""
         put_off, self.put_off = self.put_off, None
@@ -351,7 +371,7 @@ class CheckpointWriter:
         for rank, said in told.items():
             if said is not None and "late_s" in said:
                 raise self._late(under_way, rank, said["late_s"])
-        self._under_way, self._thread = None, None
+        self._under_way, self._thread, self._has_moved = None, None, False
         layouts = {rank: said["layout"] for rank, said in told.items() if said is not None and "layout" in said}
         for rank, said in told.items():
             why = None if said is None else said.get("error")
@@ -365,13 +385,16 @@ class CheckpointWriter:
                     discard_part(file)
                 self._error = None
                 raise self._failed(under_way, rank, why)
-        if any(said is None for said in told.values()):
+        gone = [rank for rank, said in told.items() if said is None]
+        moved = [rank for rank, said in told.items() if said is not None and "moved" in said]
+        if gone or moved:
             if self._rank == self._gathering.first:
-                gone = [rank for rank, said in told.items() if said is None]
-                warn(
-                    f"{self._caller}: {under_way.shown} counts as not written: rank {gone[0]} was lost before it had "
-                    f"said that its part is on the disk. {self._before()}"
+                why = (
+                    f"rank {gone[0]} was lost before it had said that its part is on the disk"
+                    if gone
+                    else f"members changed before rank {moved[0]} had copied what it kept as an owner"
                 )
+                warn(f"{self._caller}: {under_way.shown} counts as not written: {why}. {self._before()}")
             return self.last
         self._is_whole(under_way)
         waited_s = max(said["waited_s"] for said in told.values())
@@ -401,9 +424,9 @@ class CheckpointWriter:
         if error is not None:
             self._under_way = None
             raise self._failed(under_way, self._rank, str(error)) from error
-        if under_way.writers == (self._rank,):
+        if under_way.writers == (self._rank,) and not self._has_moved:
             self._is_whole(under_way)
-        self._under_way = None
+        self._under_way, self._has_moved = None, False
 
     def said(self) -> str | None:
         """Which is the last one, as far as it is known here; none if there is none."""
@@ -457,6 +480,8 @@ class CheckpointWriter:
                 return {"late_s": time.monotonic() - began_s}
         if self._error is not None:
             return {"error": str(self._error)}
+        if self._has_moved:
+            return {"moved": True}
         left_s = max(0.0, WAIT_SHARE * self._limit_s - (time.monotonic() - began_s))
         more = [] if self.ask_servers is None else list(self.ask_servers(left_s))
         return {"layout": under_way.layout, "waited_s": time.monotonic() - began_s, "more": more}

@@ -431,7 +431,11 @@ def keep(
         memory = view(whole, "what is kept", written=True)
         return whole, engine.save(book, tensor, state, memory.address, memory.nbytes)
 
-    own, count = saved(None)
+    if lent and states is None and updates is None:
+        memory = view(value, "what is kept", written=False)
+        if engine.lend(book, tensor, None, memory.address, memory.nbytes):
+            return True  # elsewhere now; where members may be lost others may know of more updates than this rank
+    own, count = saved(None) if value is None or states is None or updates is None else (value, None)
     if states is None:
         states = []
         while (field := saved(len(states)))[1] is not None:

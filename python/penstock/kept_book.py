@@ -6,8 +6,9 @@ Without servers a worker owns slices itself and tells its own engine; with serve
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.buffers import view
@@ -16,11 +17,15 @@ from penstock.optimizers import Described
 
 if TYPE_CHECKING:
     from penstock._native import Engine
+    from penstock.elastic_calls import ElasticCalls
 
 __all__ = ["KeptBook"]
 
 _SQUARES = struct.Struct("<d")
 _UPDATES = struct.Struct("<q")
+_PART = struct.Struct("<qqI")
+"""What a member gives of a tensor: in which epoch, after how many updates, how many ranges of it follow, then bytes."""
+_RANGE = struct.Struct("<QQ")
 
 
 class KeptBook:
@@ -32,10 +37,20 @@ class KeptBook:
         rank: This worker.
         number: The book's.
         others: How many tensors it has behind those that owners keep, which travel by other routes.
+        calls: Of an elastic job, where a call of all ranks goes on when one is lost.
     """
 
-    def __init__(self, engine: Engine, servers: Servers, rank: int, number: int, others: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        servers: Servers,
+        rank: int,
+        number: int,
+        others: int = 0,
+        calls: ElasticCalls | None = None,
+    ) -> None:
         self._engine, self._servers, self._rank, self._number = engine, servers, rank, number
+        self._calls = calls
         self._others = [0] * others  # as if of the first group: nobody updates them
 
     @property
@@ -128,6 +143,26 @@ class KeptBook:
         self._servers.tell(message, lambda: [broadcast(self._engine, field) for field in fields])
         return False
 
+    def give(self, caller: str, do: Callable[[], None]) -> None:
+        """Let the owners keep something, by calls of `keep` that may be made again. In an elastic job collective.
+
+        Who owns what may change there while ranks do so, and what one has given is with those who owned it before. So
+        all do it again until all have done it in one epoch.
+
+        Args:
+            caller: The public function, for messages.
+            do: What makes the calls.
+        """
+        while True:
+            epoch = self._engine.epoch
+            do()
+            if self._calls is None:
+                return
+            mine = epoch if self._engine.epoch == epoch else -1
+            told = [one for one in self._calls.all_gather(caller, _UPDATES.pack(mine)) if one is not None]
+            if mine >= 0 and set(told) == {_UPDATES.pack(mine)}:
+                return
+
     def meet(self, caller: str) -> None:
         """Wait until all workers have made this call.
 
@@ -137,7 +172,10 @@ class KeptBook:
         Raises:
             Timeout: Naming the ranks that have not.
         """
-        self._engine.all_gather(caller, b"")
+        if self._calls is None:
+            self._engine.all_gather(caller, b"")
+        else:
+            self._calls.all_gather(caller, b"")
 
     def saved_here(self, tensor: int, state: int | None, into: Any) -> int | None:
         """Copy what this worker keeps of a tensor to its places in this memory; what is in the others, nobody knows.
@@ -166,6 +204,8 @@ class KeptBook:
         Returns:
             How often it was updated; `None` if no such thing is kept.
         """
+        if self._calls is not None:
+            return self._saved_by_members(self._calls, tensor, state, into)
         engine, memory = self._engine, view(into, "what is kept", written=True)
         place, tell = (memory.address, memory.nbytes), self._servers.tell
         if self._servers.ranks:
@@ -179,3 +219,25 @@ class KeptBook:
         mine = _UPDATES.pack(max(counts, default=-1))
         updates: int = max(_UPDATES.unpack(one)[0] for one in engine.all_gather("optimizer.state_dict", mine))
         return None if updates < 0 else updates
+
+    def _saved_by_members(self, calls: ElasticCalls, tensor: int, state: int | None, into: Any) -> int | None:
+        """As `saved`, in an elastic job: each gives what it owns in one epoch, or all do so again."""
+        caller, memory = "penstock: optimizer.state_dict", view(into, "what is kept", written=True)
+        while True:
+            epoch = self._engine.epoch
+            own = [(at, n) for at, n, owner, _ in self._engine.placement(self._number)[tensor] if owner == self._rank]
+            count = self._engine.save(self._number, tensor, state, memory.address, memory.nbytes)
+            mine = b"".join(ctypes.string_at(memory.address + at, n) for at, n in own)
+            head = _PART.pack(epoch if self._engine.epoch == epoch else -1, -1 if count is None else count, len(own))
+            ranges = b"".join(_RANGE.pack(*one) for one in own)
+            told = [one for one in calls.all_gather(caller, head + ranges + mine) if one is not None]
+            heads = [_PART.unpack_from(one) for one in told]
+            given = 0
+            for one, (_, _, ranges_count) in zip(told, heads, strict=True):
+                start = _PART.size + ranges_count * _RANGE.size
+                for at, n in _RANGE.iter_unpack(one[_PART.size : start]):
+                    ctypes.memmove(memory.address + at, one[start : start + n], n)
+                    start, given = start + n, given + n
+            if len({epoch for epoch, _, _ in heads}) == 1 and heads[0][0] >= 0 and given == memory.nbytes:
+                updates = max(count for _, count, _ in heads)
+                return None if updates < 0 else updates

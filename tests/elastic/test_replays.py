@@ -33,7 +33,8 @@ def ends_in(seconds):
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=end, daemon=True).start()
 
-seed, comes, read_ahead, norms = map(int, sys.argv[1:])
+seed, comes, read_ahead, norms = map(int, sys.argv[1:5])
+update = sys.argv[5]
 
 def has_changed(members):
     # It goes on until somebody has come, or is lost, and for some steps more.
@@ -49,15 +50,17 @@ model = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Dropout(0.1), nn.Linear(
 if norms:  # each of whose sums takes several slices
     model[1] = nn.Sequential(nn.SyncBatchNorm(300), nn.ReLU())
     model[4] = nn.Sequential(nn.SyncBatchNorm(300), nn.ReLU())
-model, optimizer = ps.distribute(model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9), schemes="auto")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
+model, optimizer = ps.distribute(model, optimizer, schemes="auto", update=update)
 progress = Progress()
 sampler = ps.ElasticSampler(dataset, 4)
 loader = DataLoader(dataset, batch_sampler=sampler, num_workers=read_ahead)
-newcomers = ps.Newcomers(sampler=sampler, progress=progress)
+newcomers = ps.Newcomers(sampler=sampler, progress=progress) if update == "workers" else None
 first, last, rank = progress.steps, 10_000_000, int(os.environ["RANK"])
 
 def make(x, y):
-    newcomers.let_in()
+    if newcomers is not None:
+        newcomers.let_in()
     progress.steps += 1
     if "DIES" in os.environ and rank == 1 and progress.steps == dies_at:
         ends_in(after_s)
@@ -106,10 +109,10 @@ def said(out):
     return found
 
 
-def original(directory, seed, *options, comes, read_ahead=0, norms=False):
+def original(directory, seed, *options, comes, read_ahead=0, norms=False, update="workers"):
     """A run that keeps its log, in which rank 1 is killed; what its workers have printed."""
     (directory / "train.py").write_text(PROGRAM, encoding="utf-8")
-    arguments = ("run", *options, "train.py", str(seed), str(int(comes)), str(read_ahead), str(int(norms)))
+    arguments = ("run", *options, "train.py", str(seed), str(int(comes)), str(read_ahead), str(int(norms)), update)
     more = {"PENSTOCK_MEMBERSHIP_LOG": "run.jsonl", "DIES": "1"}
     status, out, err = penstock(directory, *arguments, **more)
     assert status == 0, f"seed {seed}: {err}"
@@ -163,6 +166,17 @@ def test_statistics_of_all_ranks_are_repeated_too(seed, comes, tmp_path):
     """It is killed between, or in, the sums of `nn.SyncBatchNorm`; running statistics have the same bits, too."""
     most = ["--max", "4"] if comes else []
     first = original(tmp_path, seed, "--workers", "4", "--min", "2", *most, comes=comes, norms=True)
+    status, again, verdict, err = replayed(tmp_path)
+    assert (status, again) == (0, first), f"seed {seed}: {err}"
+    assert "the same bits" in verdict
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("update", ["servers", "servers-in-backward"])
+@pytest.mark.parametrize("seed", [30, 31, 32])
+def test_updates_by_owners_are_repeated_too(seed, update, tmp_path):
+    """The one that is killed owned a part, and kept the states of another one's."""
+    first = original(tmp_path, seed, "--workers", "4", "--min", "2", comes=False, update=update)
     status, again, verdict, err = replayed(tmp_path)
     assert (status, again) == (0, first), f"seed {seed}: {err}"
     assert "the same bits" in verdict

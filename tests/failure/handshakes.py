@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass, replace
 
 MAGIC = b"PNSTOCK1"
-VERSION = 6
+VERSION = 7
 NO_KEYS = bytes(48)  # nothing is encrypted
 ANSWERED = slice(1, 1 + 32 + len(NO_KEYS))
 CHALLENGE_BYTES = ANSWERED.stop + 32

@@ -4,7 +4,7 @@
 use crate::error::Error;
 use crate::limits;
 use crate::members::Members;
-use crate::roles::{Answered, Fold, Roles};
+use crate::roles::{Answered, Fold, Roles, Rules};
 use crate::slicing::Slicing;
 use crate::types::{Dtype, LayerId, Rank, SliceId, TensorId};
 use crate::way::{Algorithm, Route};
@@ -82,10 +82,31 @@ pub struct Slice {
     /// The rank whose shard sums it; of a collective the rank that counts as the first. A gathered tensor has no owner, and this
     /// says nothing.
     pub owner: Rank,
+    /// Where the owner updates what it keeps and members may be lost: the member that keeps it, too, and answers; none in a book of one.
+    pub replica: Option<Rank>,
     /// Its number among the store's slices of this owner, in book order; for other routes its number among all such slices.
     pub at_owner: u32,
     /// The lane that carries it.
     pub lane: u32,
+}
+
+impl Slice {
+    /// Whether this rank keeps what is kept of it.
+    #[must_use]
+    pub fn is_kept_by(&self, rank: Rank) -> bool {
+        self.owner == rank || self.replica == Some(rank)
+    }
+
+    /// Who keeps what is kept of it.
+    pub fn keepers(&self) -> impl Iterator<Item = Rank> {
+        [Some(self.owner), self.replica].into_iter().flatten()
+    }
+
+    /// The replica, if it gives this rank its result: the owner makes its own, and the replica waits for the owner.
+    #[must_use]
+    pub fn answers(&self, rank: Rank) -> Option<Rank> {
+        self.replica.filter(|_| !self.is_kept_by(rank))
+    }
 }
 
 /// A book.
@@ -195,6 +216,7 @@ impl Book {
                     len_bytes,
                     wire_bytes,
                     owner,
+                    replica: None,
                     at_owner,
                     lane,
                 });
@@ -219,7 +241,7 @@ impl Book {
             let mut start = 0;
             while start < tensor.elems {
                 let elems = piece_elems.min(tensor.elems - start);
-                book.push_slice(id as u32, tensor, start * elem_bytes, elems as u32, lanes);
+                book.push_slice(id as u32, tensor, start * elem_bytes, elems as u32, lanes, tensor.owner);
                 start += elems;
             }
             tensor.slice_count = book.slices.len() as u32 - tensor.first_slice;
@@ -231,10 +253,11 @@ impl Book {
     fn push_slice(
         &mut self,
         tensor: TensorId,
-        Tensor { dtype, wire, route, owner, .. }: &Tensor,
+        Tensor { dtype, wire, route, .. }: &Tensor,
         offset_bytes: u64,
         elems: u32,
         lanes: u32,
+        owner: Option<Rank>,
     ) {
         let [len_bytes, wire_bytes] = [dtype, wire].map(|of| elems * of.size_bytes() as u32);
         let (owner, at_owner) = if *route == Route::STORE {
@@ -252,10 +275,23 @@ impl Book {
         };
         // Dealt within each owner's slices, so that every lane talks to every owner.
         let lane = at_owner % lanes;
-        self.slices.push(Slice { tensor, offset_bytes, len_bytes, wire_bytes, owner, at_owner, lane });
+        let Roles { members, rules, .. } = &self.roles;
+        let replicated = rules.recoverable && rules.fold == Fold::Updated;
+        let replica = members.after(owner).next().filter(|_| replicated);
+        self.slices.push(Slice {
+            tensor,
+            offset_bytes,
+            len_bytes,
+            wire_bytes,
+            owner,
+            replica,
+            at_owner,
+            lane,
+        });
     }
 
-    /// The same slices, dealt to other members: of the next epoch, in which rounds of these slices go on.
+    /// The same slices, dealt to other members: of the next epoch, in which rounds of these slices go on. Where owners keep
+    /// something, as much as possible stays where it is.
     ///
     /// # Panics
     /// If there are none.
@@ -265,12 +301,40 @@ impl Book {
         let roles = Roles { rules: self.roles.rules.clone(), ..Roles::alike(members.clone()) };
         let (owned_bytes, owned_slices) = (vec![0; members.end()], vec![0; members.end()]);
         let mut book = Self { roles, slices: Vec::new(), owned_bytes, owned_slices, ..self.clone() };
-        for slice in &self.slices {
+        let staying = if self.roles.rules.fold == Fold::Fresh { Vec::new() } else { self.staying(members) };
+        for (id, slice) in self.slices.iter().enumerate() {
             let tensor = &self.tensors[slice.tensor as usize];
             let elems = slice.len_bytes / tensor.dtype.size_bytes() as u32;
-            book.push_slice(slice.tensor, tensor, slice.offset_bytes, elems, self.slicing.lanes);
+            let (offset_bytes, lanes) = (slice.offset_bytes, self.slicing.lanes);
+            book.push_slice(slice.tensor, tensor, offset_bytes, elems, lanes, staying.get(id).copied());
         }
         book
+    }
+
+    /// By slice, who owns it next of these members: who does, else its replica, as far as these have no more than their part then; else
+    /// who has least.
+    fn staying(&self, members: &Members) -> Vec<Rank> {
+        let bytes = |slice: &Slice| u64::from(slice.wire_bytes);
+        let all: u64 = self.slices.iter().map(bytes).sum();
+        let longest = self.slices.iter().map(bytes).max().unwrap_or(0);
+        let part = all.div_ceil(u64::from(members.count())) + longest;
+        let mut owned = vec![0; members.end()];
+        let mut next: Vec<Option<Rank>> = vec![None; self.slices.len()];
+        for who in [|slice: &Slice| Some(slice.owner), |slice: &Slice| slice.replica] {
+            for (slice, next) in self.slices.iter().zip(&mut next).filter(|(_, next)| next.is_none()) {
+                let fits =
+                    |rank: &Rank| members.contains(*rank) && owned[rank.index()] + bytes(slice) <= part;
+                *next = who(slice).filter(fits);
+                next.iter().for_each(|rank| owned[rank.index()] += bytes(slice));
+            }
+        }
+        let dealt = self.slices.iter().zip(next).map(|(slice, next)| {
+            let least = || members.iter().min_by_key(|rank| owned[rank.index()]);
+            let rank = next.or_else(least).unwrap_or(slice.owner);
+            owned[rank.index()] += if next.is_none() { bytes(slice) } else { 0 };
+            rank
+        });
+        dealt.collect()
     }
 
     /// The slices of a tensor.
@@ -433,6 +497,16 @@ fn check(
             "tensor {name:?} is {dtype}; values of f32 and f64 can be updated where they are kept"
         ));
     }
+    let Rules { fold, recoverable, .. } = roles.rules;
+    if let Some(Tensor { name, wire, .. }) =
+        tensors.iter().find(rounded).filter(|_| recoverable && fold == Fold::Updated)
+    {
+        let wire = wire.name();
+        return fail(format!(
+            "tensor {name:?} travels as {wire}, and its owner updates it: what it keeps is in no answer, and not in replicas yet; \
+             where members may be lost such tensors travel as they are"
+        ));
+    }
     match tensors.iter().find(|t| t.layer as usize >= layers.len()) {
         Some(tensor) => fail(format!(
             "tensor {:?} names layer {}, but there are {}",
@@ -447,7 +521,7 @@ fn check(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::roles::{Groups, MustBeIn, Rules, Staleness};
+    use crate::roles::{Groups, MustBeIn, Staleness};
     use proptest::prelude::*;
 
     proptest! {
@@ -687,6 +761,71 @@ mod tests {
             let said = deal(tensors, &roles).unwrap_err().to_string();
             assert!(said.contains("tensor \"own\" cannot be rank 1's"), "{said}");
         }
+    }
+
+    /// A book whose owners update, of a job whose members may be lost.
+    fn replicated(ranks: u32, sizes: &[u64]) -> Book {
+        let rules = Rules { recoverable: true, fold: Fold::Updated, ..Rules::default() };
+        let roles = Roles { rules, ..Roles::alike(Members::all(ranks)) };
+        let tensors = (0..).zip(sizes).map(|(i, elems)| Tensor::new(format!("t{i}"), 0, Dtype::F32, *elems));
+        Book::deal("model", vec!["fc".into()], tensors.collect(), &roles, Slicing::fixed(4096, 2)).unwrap()
+    }
+
+    proptest! {
+        /// As often as members are lost, or come.
+        #[test]
+        fn what_owners_keep_stays_with_them_or_their_replicas_as_far_as_parts_are_equal(
+            sizes in proptest::collection::vec(1u64..20_000, 1..12), ranks in 2u32..9,
+            changes in proptest::collection::vec(proptest::collection::btree_set(0u32..12, 1..9), 1..5),
+        ) {
+            let mut book = replicated(ranks, &sizes);
+            for ranks in changes {
+                let members: Members = ranks.into_iter().map(Rank).collect();
+                let next = book.among(&members);
+                prop_assert_eq!(&next.among(&members).slices, &next.slices, "nothing moves where nobody goes");
+                let longest = next.slices.iter().map(|slice| u64::from(slice.len_bytes)).max().unwrap_or(0);
+                let all: u64 = next.owned_bytes.iter().sum();
+                let part = all.div_ceil(u64::from(members.count())) + longest;
+                for rank in members.iter() {
+                    prop_assert!(next.owned_bytes[rank.index()] <= part);
+                    let numbers = next.slices.iter().filter(|slice| slice.owner == rank).map(|slice| slice.at_owner);
+                    prop_assert!(numbers.eq(0..next.owned_slices[rank.index()]));
+                }
+                for (slice, before) in next.slices.iter().zip(&book.slices) {
+                    prop_assert_eq!(slice.replica, members.after(slice.owner).next());
+                    prop_assert!(members.contains(slice.owner));
+                    let moved = slice.owner != before.owner && members.contains(before.owner);
+                    let full = next.owned_bytes[before.owner.index().min(next.owned_bytes.len() - 1)] + longest;
+                    prop_assert!(!moved || full > part - longest, "it had its part");
+                }
+                book = next;
+            }
+        }
+    }
+
+    #[test]
+    fn a_lost_member_leaves_what_it_kept_and_nothing_else_moves() {
+        let book = replicated(4, &[64 << 10]);
+        let next = book.among(&[0, 2, 3].map(Rank).into_iter().collect());
+        let moved =
+            book.slices.iter().zip(&next.slices).filter(|(before, after)| before.owner != after.owner);
+        assert!(moved.clone().all(|(before, _)| before.owner == Rank(1)));
+        assert_eq!(moved.clone().count(), book.owned_slices[1] as usize);
+        assert!(moved.filter(|(_, after)| after.owner == Rank(2)).count() > 0, "whose replica it was");
+        assert_eq!(book.among(&Members::all(1)).slices[0].replica, None);
+        let plain =
+            Book::new("model", vec!["fc".into()], vec![Tensor::new("w", 0, Dtype::F32, 10)], 2, 4096, 1);
+        assert_eq!(plain.unwrap().slices[0].replica, None);
+    }
+
+    #[test]
+    fn what_travels_rounded_is_in_no_replica() {
+        let rules = Rules { recoverable: true, fold: Fold::Updated, ..Rules::default() };
+        let roles = Roles { rules, ..Roles::alike(Members::all(2)) };
+        let tensors = vec![Tensor::new("w", 0, Dtype::F32, 10).with_wire(Dtype::Bf16)];
+        let book = Book::deal("model", vec!["fc".into()], tensors, &roles, Slicing::fixed(4096, 1));
+        let said = book.unwrap_err().to_string();
+        assert!(said.contains("\"w\" travels as bf16") && said.contains("replicas"), "{said}");
     }
 
     #[test]

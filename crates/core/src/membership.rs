@@ -385,8 +385,11 @@ mod tests {
     use proptest::prelude::*;
 
     fn report(begun: u64, slices: &[(Seq, bool)]) -> MemberReport {
-        let slices =
-            slices.iter().map(|(submitted, done)| SliceProgress { submitted: *submitted, done: *done });
+        let slices = slices.iter().map(|(submitted, done)| SliceProgress {
+            submitted: *submitted,
+            done: *done,
+            keeps: false,
+        });
         MemberReport { begun, slices: vec![(0, slices.collect())], ..MemberReport::default() }
     }
 
@@ -409,7 +412,7 @@ mod tests {
             knocks in btree_set(any::<Knock>(), 0..4),
             submitted in vec(0..9u32, 0..9),
         ) {
-            let slices = submitted.into_iter().map(|submitted| SliceProgress { submitted, done: true }).collect();
+            let slices = submitted.into_iter().map(|submitted| SliceProgress { submitted, done: true, keeps: false }).collect();
             let knocks = knocks.into_iter().collect();
             let report = MemberReport { host, port, council_port, begun, knocks, slices: vec![(3, slices)] };
             prop_assert_eq!(MemberReport::decode(&report.encode()), Ok(report));

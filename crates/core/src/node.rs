@@ -258,7 +258,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
     fn slice_kept_here(&self, book: BookId, slice: SliceId) -> Result<(), Error> {
         let state = self.books.get(usize::from(book)).and_then(Option::as_ref);
         let at = state.and_then(|state| state.book.slices.get(slice as usize));
-        let here = at.is_some_and(|at| at.lane == self.config.lane && at.owner == self.config.rank);
+        let here = at.is_some_and(|at| at.lane == self.config.lane && at.is_kept_by(self.config.rank));
         if here {
             Ok(())
         } else {
@@ -266,23 +266,32 @@ impl<M: Memory, O: Observe> Node<M, O> {
         }
     }
 
-    /// Of a tensor, the slices that this lane keeps something of, and where in the tensor they are.
-    fn kept_of(&self, book: BookId, tensor: TensorId) -> Vec<(SliceId, usize, usize)> {
+    /// Of a tensor, those of this lane's slices, and where in the tensor they are.
+    fn parts_of(
+        &self,
+        book: BookId,
+        tensor: TensorId,
+        those: impl Fn(&Book, &Slice) -> bool,
+    ) -> Vec<(SliceId, usize, usize)> {
         let Some(Some(BookState { book, .. })) = self.books.get(usize::from(book)) else { return Vec::new() };
         if tensor as usize >= book.tensors.len() {
             return Vec::new();
         }
         let slices = book.slices_of(tensor).map(|id| (id, &book.slices[id as usize]));
-        let here = slices.filter(|(_, at)| at.lane == self.config.lane && at.owner == self.config.rank);
+        let here = slices.filter(|(_, at)| at.lane == self.config.lane && those(book, at));
         here.map(|(id, at)| (id, at.offset_bytes as usize, at.len_bytes as usize)).collect()
     }
 
-    /// The slices of the store that this lane owns in a book, the most urgent first.
-    pub fn owned(&self, book: BookId) -> Vec<SliceId> {
+    /// The slices of the store that this lane owns in a book, or keeps as a replica, the most urgent first.
+    pub fn kept(&self, book: BookId) -> Vec<SliceId> {
+        self.mine(book, |at| at.is_kept_by(self.config.rank))
+    }
+
+    fn mine(&self, book: BookId, those: impl Fn(&Slice) -> bool) -> Vec<SliceId> {
         let Some(Some(state)) = self.books.get(usize::from(book)) else { return Vec::new() };
         let (tensors, slices) = (&state.book.tensors, state.book.slices.iter().zip(0..));
         let in_store = |at: &Slice| tensors[at.tensor as usize].route == Route::STORE;
-        let mine = |at: &Slice| at.lane == self.config.lane && at.owner == self.config.rank && in_store(at);
+        let mine = |at: &Slice| at.lane == self.config.lane && those(at) && in_store(at);
         let here = slices.filter(|(at, _)| mine(at));
         let mut owned: Vec<_> = here
             .map(|(at, slice)| (state.places[tensors[at.tensor as usize].layer as usize], slice))
@@ -305,8 +314,17 @@ impl<M: Memory, O: Observe> Node<M, O> {
     ) -> Result<(), Error> {
         let open = self.books.get(usize::from(book)).and_then(Option::as_ref);
         let may_lend = open.is_some_and(|state| state.book.may_lend(tensor));
-        let field = if field == Field::Lent && !may_lend { Field::Value } else { field };
-        for (slice, start, len) in self.kept_of(book, tensor) {
+        let field = match field {
+            Field::Lent if !may_lend => Field::Value,
+            Field::Moved if !may_lend => {
+                return Err(Error::Config("a value that is not lent does not move".into()));
+            }
+            field => field,
+        };
+        let me = self.config.rank;
+        // Where members may be lost any of them may have to keep it next.
+        let takes = |book: &Book, at: &Slice| at.owner == me || book.roles.rules.recoverable;
+        for (slice, start, len) in self.parts_of(book, tensor, takes) {
             let from = self.memory.part(whole, start, len);
             let header = Header { book, slice, ..Header::control(Kind::Push) };
             let load = |exchange: &mut Exchange<_>, context: &mut Context<'_, M>| {
@@ -317,11 +335,11 @@ impl<M: Memory, O: Observe> Node<M, O> {
         Ok(())
     }
 
-    /// Copies what this lane keeps of a tensor to its places in `whole`, and says how often it was updated; `None` if it keeps
+    /// Copies what this lane owns of a tensor to its places in `whole`, and says how often it was updated; `None` if it keeps
     /// no such thing.
     ///
     /// # Errors
-    /// [`Error::Config`] if slices differ in that: a round is under way.
+    /// [`Error::Config`] if slices differ in that: a round is under way. [`Error::MembersChanged`] if states are on their way here.
     pub fn save(
         &mut self,
         book: BookId,
@@ -330,10 +348,17 @@ impl<M: Memory, O: Observe> Node<M, O> {
         whole: &M::Chunk,
     ) -> Result<Option<u64>, Error> {
         let mut updates = Vec::new();
-        for (slice, start, len) in self.kept_of(book, tensor) {
+        let me = self.config.rank;
+        for (slice, start, len) in self.parts_of(book, tensor, |_, at| at.owner == me) {
             let to = self.memory.part(whole, start, len);
             let header = Header { book, slice, ..Header::control(Kind::Push) };
             let save = |exchange: &mut Exchange<_>, context: &mut Context<'_, M>| {
+                if context.site.rules.recoverable && !exchange.has_states() {
+                    let layer = context.site.layer;
+                    let what =
+                        format!("what this rank is to keep of layer {layer} from now on is on its way here");
+                    return Err(Error::MembersChanged(what));
+                }
                 updates.push(exchange.save(field, &to, context));
                 Ok(())
             };
@@ -351,7 +376,7 @@ impl<M: Memory, O: Observe> Node<M, O> {
     /// them wait. Of those to which nobody contributed it is 0.
     pub fn squares(&mut self, book: BookId) -> Option<Vec<(SliceId, f64)>> {
         let mut all = Some(Vec::new());
-        for slice in self.owned(book) {
+        for slice in self.mine(book, |at| at.owner == self.config.rank) {
             let header = Header { book, slice, ..Header::control(Kind::Push) };
             let square = |exchange: &mut Exchange<_>, context: &mut Context<'_, M>| {
                 let squares = exchange.squares(context);

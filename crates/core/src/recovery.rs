@@ -4,7 +4,12 @@
 //! pushes has the answer of s. So of each slice the last answered round decides. Everybody keeps the last result that it had of each slice
 //! ([`crate::node::Action::Complete`]), and gives it to who lacks it, whatever its program has done with it. Contributions to a later round
 //! are where they were, and are pushed anew.
+//!
+//! Where owners update what they keep, the states of an optimizer that follow from the last answered round are at the owner and at its replica,
+//! unless one of them is lost (`exchange/store.rs`). They are given to who is to keep them next. Until these have them nobody has a
+//! later result, and who has given them keeps them: a member that is lost meanwhile does no harm unless it was the last that had them.
 
+use crate::error::Error;
 use crate::limits::SLICES_MAX;
 use crate::types::{BookId, Rank, Seq, SliceId};
 
@@ -15,6 +20,8 @@ pub struct SliceProgress {
     pub submitted: Seq,
     /// Whether it has that round's result; else its contribution is where it was, and it has the result of the round before.
     pub done: bool,
+    /// Whether it has what an owner keeps as well, as of the last round whose result it has.
+    pub keeps: bool,
 }
 
 impl SliceProgress {
@@ -28,9 +35,9 @@ impl SliceProgress {
 /// What one member has: of each book, in order of their numbers, all slices.
 pub type Report = Vec<(BookId, Vec<SliceProgress>)>;
 
-/// The result of a slice's round that some lack, and who gives it.
+/// What some lack of a slice after a round, and who gives it: the round's result, or the states that follow from it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ResultGiven {
+pub struct GivenToOthers {
     /// The book.
     pub book: BookId,
     /// The slice.
@@ -48,7 +55,7 @@ pub struct ResultGiven {
 ///
 /// # Errors
 /// A sentence, if members differ in their books, or a slice's rounds are further apart than the protocol allows.
-pub fn recovery(reports: &[(Rank, Report)]) -> Result<Vec<ResultGiven>, String> {
+pub fn recovery(reports: &[(Rank, Report)]) -> Result<Vec<GivenToOthers>, String> {
     let mut found = Vec::new();
     // Who opens a book later than others has nothing of it yet.
     let Some((first, most)) = reports.iter().max_by_key(|(_, report)| report.len()) else { return Ok(found) };
@@ -60,20 +67,62 @@ pub fn recovery(reports: &[(Rank, Report)]) -> Result<Vec<ResultGiven>, String> 
     }
     for (at, (book, slices)) in most.iter().enumerate() {
         for slice in 0..slices.len() {
-            let of_report =
-                |report: &Report| report.get(at).map(|(_, slices)| slices[slice]).unwrap_or_default();
-            let progress = reports.iter().map(|(rank, report)| (*rank, of_report(report)));
-            found.extend(of_slice(*book, slice as SliceId, &progress)?);
+            found.extend(of_slice(*book, slice as SliceId, &at_slice(reports, at, slice))?);
         }
     }
     Ok(found)
+}
+
+/// Where each member is with one slice of the book that is so many behind the first.
+fn at_slice(
+    reports: &[(Rank, Report)],
+    at: usize,
+    slice: usize,
+) -> impl Iterator<Item = (Rank, SliceProgress)> + Clone {
+    reports.iter().map(move |(rank, report)| {
+        let progress = report.get(at).and_then(|(_, slices)| slices.get(slice));
+        (*rank, progress.copied().unwrap_or_default())
+    })
+}
+
+/// Which states are given before the next epoch's rounds end, in order of books and slices, to those who keep them from now on and lack
+/// them; or the slices of which nobody has them any more. Of reports that [`recovery`] takes.
+///
+/// * `keepers`: by slice who keeps it in the next epoch; nobody where owners keep nothing.
+///
+/// # Errors
+/// These slices, each with its book.
+pub fn states_given(
+    reports: &[(Rank, Report)],
+    keepers: impl Fn(BookId, SliceId) -> Option<Vec<Rank>>,
+) -> Result<Vec<GivenToOthers>, Vec<(BookId, SliceId)>> {
+    let (mut found, mut lost) = (Vec::new(), Vec::new());
+    let Some((_, most)) = reports.iter().max_by_key(|(_, report)| report.len()) else { return Ok(found) };
+    for (at, (book, slices)) in most.iter().enumerate() {
+        for slice in 0..slices.len() {
+            let (book, slice) = (*book, slice as SliceId);
+            let Some(mut to) = keepers(book, slice) else { continue };
+            let members = at_slice(reports, at, slice as usize);
+            let seq = members.clone().map(|(_, progress)| progress.done_seq()).max().unwrap_or(0);
+            let has = |(_, progress): &(Rank, SliceProgress)| progress.keeps && progress.done_seq() == seq;
+            let givers: Vec<Rank> = members.filter(has).map(|(rank, _)| rank).collect();
+            to.retain(|rank| !givers.contains(rank));
+            to.sort_unstable();
+            match givers.get(slice as usize % givers.len().max(1)) {
+                Some(by) if !to.is_empty() => found.push(GivenToOthers { book, slice, seq, by: *by, to }),
+                Some(_) => {}
+                None => lost.push((book, slice)),
+            }
+        }
+    }
+    if lost.is_empty() { Ok(found) } else { Err(lost) }
 }
 
 fn of_slice(
     book: BookId,
     slice: SliceId,
     members: &(impl Iterator<Item = (Rank, SliceProgress)> + Clone),
-) -> Result<Option<ResultGiven>, String> {
+) -> Result<Option<GivenToOthers>, String> {
     let seq = members.clone().map(|(_, progress)| progress.done_seq()).max().unwrap_or(0);
     let mut to = Vec::new();
     let mut givers = Vec::new();
@@ -92,7 +141,19 @@ fn of_slice(
     }
     // Whose turn it is goes round with the slices, so that one does not give all.
     let by = givers.get(slice as usize % givers.len().max(1)).filter(|_| !to.is_empty());
-    Ok(by.map(|by| ResultGiven { book, slice, seq, by: *by, to }))
+    Ok(by.map(|by| GivenToOthers { book, slice, seq, by: *by, to }))
+}
+
+/// That nobody is left who has what owners kept of so many slices of a book: these members had it.
+#[must_use]
+pub fn states_lost(book: &str, slices: usize, gone: &[Rank]) -> Error {
+    let named = gone.iter().map(|rank| format!("rank {rank}")).collect::<Vec<_>>().join(" and ");
+    let reason = format!(
+        "{named} were lost together, and with them what only they kept of {book}: the optimizer's states of {slices} slices, which are at \
+         an owner and at the next member (update=\"servers\"). The others cannot go on: begin the job anew from a checkpoint \
+         (penstock.checkpoint, penstock.resume)"
+    );
+    Error::PeerLost { rank: gone.first().copied().unwrap_or(Rank(0)), reason }
 }
 
 /// The bytes of a report: of each book its number, how many slices it has, and runs of slices that are at the same place.
@@ -103,10 +164,10 @@ pub fn encode(report: &Report) -> Vec<u8> {
         bytes.extend(book.to_le_bytes());
         bytes.extend((slices.len() as u32).to_le_bytes());
         for run in slices.chunk_by(|one, next| one == next) {
-            let SliceProgress { submitted, done } = run[0];
+            let SliceProgress { submitted, done, keeps } = run[0];
             bytes.extend((run.len() as u32).to_le_bytes());
             bytes.extend(submitted.to_le_bytes());
-            bytes.push(u8::from(done));
+            bytes.push(u8::from(done) | u8::from(keeps) << 1);
         }
     }
     bytes
@@ -134,10 +195,10 @@ pub fn decode(bytes: &[u8]) -> Result<Report, String> {
         let mut slices: Vec<SliceProgress> = Vec::new();
         while (slices.len() as u64) < count {
             let run = take(9)?;
-            let (len, submitted, done) = (number(&run[..4]), number(&run[4..8]), run[8]);
-            let progress = SliceProgress { submitted, done: done == 1 };
+            let (len, submitted, flags) = (number(&run[..4]), number(&run[4..8]), run[8]);
+            let progress = SliceProgress { submitted, done: flags & 1 != 0, keeps: flags & 2 != 0 };
             let last = slices.last() == Some(&progress);
-            if len == 0 || done > 1 || last || slices.len() as u64 + u64::from(len) > count {
+            if len == 0 || flags > 3 || last || slices.len() as u64 + u64::from(len) > count {
                 return Err(format!("a report of book {book} with a run of {len} slices that cannot be"));
             }
             slices.extend(std::iter::repeat_n(progress, len as usize));
@@ -183,7 +244,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn reports() -> impl Strategy<Value = Report> {
-        let progress = (0..4u32, any::<bool>()).prop_map(|(seq, done)| at(seq, done));
+        let progress = (0..4u32, any::<bool>(), any::<bool>())
+            .prop_map(|(submitted, done, keeps)| SliceProgress { submitted, done, keeps });
         btree_map(any::<BookId>(), vec(progress, 0..20), 0..4).prop_map(|books| books.into_iter().collect())
     }
 
@@ -228,10 +290,14 @@ mod tests {
     }
 
     fn at(submitted: Seq, done: bool) -> SliceProgress {
-        SliceProgress { submitted, done }
+        SliceProgress { submitted, done, keeps: false }
     }
 
-    fn of(ranks: &[(u32, &[SliceProgress])]) -> Result<Vec<ResultGiven>, String> {
+    fn keeps(submitted: Seq, done: bool) -> SliceProgress {
+        SliceProgress { keeps: true, ..at(submitted, done) }
+    }
+
+    fn of(ranks: &[(u32, &[SliceProgress])]) -> Result<Vec<GivenToOthers>, String> {
         let reports: Vec<_> =
             ranks.iter().map(|(rank, slices)| (Rank(*rank), vec![(3, slices.to_vec())])).collect();
         recovery(&reports)
@@ -240,7 +306,7 @@ mod tests {
     #[test]
     fn what_some_lack_comes_from_who_has_it() {
         let (lacks, has, is_ahead) = (at(5, false), at(5, true), at(6, false));
-        let given = |slice, by, to: &[u32]| ResultGiven {
+        let given = |slice, by, to: &[u32]| GivenToOthers {
             book: 3,
             slice,
             seq: 5,
@@ -251,6 +317,39 @@ mod tests {
         let found =
             of(&[(0, &[lacks, has, is_ahead]), (1, &[has, lacks, has]), (4, &[lacks, is_ahead, has])]);
         assert_eq!(found, Ok(vec![given(0, 1, &[0, 4]), given(1, 4, &[1])]));
+    }
+
+    #[test]
+    fn states_come_from_who_has_those_of_the_last_round() {
+        let slice = |owner: u32, replica: Option<u32>| -> Vec<Rank> {
+            [Some(owner), replica].into_iter().flatten().map(Rank).collect()
+        };
+        let states = |ranks: &[(u32, SliceProgress)], next: &Vec<Rank>| {
+            let reports: Vec<_> =
+                ranks.iter().map(|(rank, progress)| (Rank(*rank), vec![(3, vec![*progress])])).collect();
+            states_given(&reports, |_, _| Some(next.clone()))
+        };
+        let given = |by, to: &[u32]| {
+            Ok(vec![GivenToOthers {
+                book: 3,
+                slice: 0,
+                seq: 5,
+                by: Rank(by),
+                to: to.iter().copied().map(Rank).collect(),
+            }])
+        };
+        // Rank 2 was the owner and is lost; its replica 3 has them. What rank 1 has is of the round before.
+        let found =
+            states(&[(0, at(5, true)), (1, keeps(5, false)), (3, keeps(6, false))], &slice(1, Some(3)));
+        assert_eq!(found, given(3, &[1]));
+        let found = states(&[(0, at(5, true)), (1, at(5, false)), (3, keeps(5, true))], &slice(0, Some(1)));
+        assert_eq!(found, given(3, &[0, 1]));
+        assert_eq!(states(&[(0, keeps(5, true)), (1, keeps(6, false))], &slice(1, Some(0))), Ok(vec![]));
+        // Nobody has those of round 5 any more.
+        let lost = states(&[(0, at(5, true)), (1, keeps(5, false))], &slice(1, Some(0)));
+        assert_eq!(lost, Err(vec![(3, 0)]));
+        let report = vec![(Rank(0), vec![(3, vec![at(5, true)])])];
+        assert_eq!(states_given(&report, |_, _| None), Ok(vec![]), "nothing is kept");
     }
 
     #[test]

@@ -165,12 +165,14 @@ impl Roles {
         if let Some(why) = self.wrong_groups() {
             return Some(why);
         }
-        let plain = Rules { recoverable: true, ..Rules::default() };
+        let fold = if self.rules.fold == Fold::Kept { Fold::Fresh } else { self.rules.fold };
+        let plain = Rules { recoverable: true, fold, ..Rules::default() };
         if self.rules.recoverable
             && (self.rules != plain || !self.groups.is_empty() || self.owners != self.members)
         {
             return Some(
-                "members may be lost where all own slices, all must be in, and all get the fresh result, without groups".into(),
+                "members may be lost where all own slices, all must be in, and all get the result, fresh or updated, without groups"
+                    .into(),
             );
         }
         let Rules { must_be_in, fold, answered, staleness, stragglers, .. } = &self.rules;

@@ -12,7 +12,7 @@ use crate::reduce::Reduction;
 use crate::types::{BookId, Dtype, Rank, Seq, SliceId, Step};
 
 /// Version of frames and handshake; peers with another version are refused at the handshake.
-pub const VERSION: u16 = 6;
+pub const VERSION: u16 = 7;
 /// Length of a header.
 pub const HEADER_BYTES: usize = 24;
 
@@ -60,6 +60,12 @@ pub enum Kind {
     NotIn = 20,
     /// Between members: a [`crate::agreement::MemberMessage`] on who is in the next epoch.
     Members = 21,
+    /// Owner to the slice's replica: what the contributions to a round come to, which the owner has updated with, and before anybody else
+    /// gets its result. Without payload: nobody had a contribution.
+    Replicated = 22,
+    /// Between two epochs, to who is to keep what an owner keeps: one of an optimizer's states; `step` is how many updates they have had,
+    /// `argument` which state it is (the lower 16 bits), and of how many. Without payload: there are none.
+    State = 23,
     /// A whole message of a call; `book`, `slice` and `step` are group, call and tag, `seq` is the call's signature.
     Message = 32,
     /// A message of `argument` bytes is there to be asked for.
@@ -73,7 +79,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 25] = [
+    const ALL: [Self; 27] = [
         Self::Push,
         Self::PushAbsent,
         Self::Answer,
@@ -94,6 +100,8 @@ impl Kind {
         Self::Passed,
         Self::NotIn,
         Self::Members,
+        Self::Replicated,
+        Self::State,
         Self::Message,
         Self::Offer,
         Self::Ready,
@@ -114,6 +122,8 @@ impl Kind {
                 | Self::Part
                 | Self::Result
                 | Self::Summed
+                | Self::Replicated
+                | Self::State
         ) || self.is_gathers()
     }
 
@@ -143,9 +153,14 @@ impl Kind {
 
     fn payload_bytes_max(self) -> usize {
         match self {
-            Self::Push | Self::Answer | Self::Part | Self::Result | Self::Gather | Self::Passed => {
-                limits::SLICE_BYTES_MAX
-            }
+            Self::Push
+            | Self::Answer
+            | Self::Part
+            | Self::Result
+            | Self::Gather
+            | Self::Passed
+            | Self::Replicated
+            | Self::State => limits::SLICE_BYTES_MAX,
             Self::Message => limits::EAGER_BYTES_MAX,
             Self::MessagePart => limits::PART_BYTES_MAX,
             Self::Blob | Self::Members => limits::BLOB_BYTES_MAX,
@@ -353,6 +368,17 @@ impl Party {
 /// What the argument of a push or an answer says of its wire type.
 pub(crate) fn wire_part(argument: u32) -> u32 {
     argument & ((1 << Party::SHIFT) - 1)
+}
+
+/// The argument of a state: which it is, and of how many.
+#[must_use]
+pub(crate) fn states_argument(at: usize, count: usize) -> u32 {
+    at as u32 | (count as u32) << 16
+}
+
+/// What [`states_argument`] was made of.
+pub(crate) fn states_of(argument: u32) -> (usize, usize) {
+    ((argument & 0xFFFF) as usize, (argument >> 16) as usize)
 }
 
 /// The argument of a push or an answer: 0 if the elements travel as they are, otherwise which wire type they have.

@@ -26,7 +26,7 @@ use penstock_core::cost::Rates;
 use penstock_core::layout::Tensor;
 use penstock_core::limits::{NEWCOMERS_MAX, RANKS_MAX};
 use penstock_core::observe::Point;
-use penstock_core::roles::Roles;
+use penstock_core::roles::{MustBeIn, Roles};
 use penstock_core::{
     Book, BookId, Gives, Members, Op, Rank, Route, Seq, Slicing, Submission, TensorId, slicing,
 };
@@ -279,6 +279,9 @@ impl Engine {
         if elastic {
             check_elastic(name, &tensors)?;
             roles.rules.recoverable = true;
+            if roles.rules.must_be_in == MustBeIn::These(roles.members.clone()) {
+                roles.rules.must_be_in = MustBeIn::Everybody; // whoever that is in later epochs
+            }
         }
         let size = size.max(self.inner.members().end() as u32);
         if let Some(rank) = roles.members.iter().find(|rank| rank.0 >= size) {

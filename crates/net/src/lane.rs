@@ -158,6 +158,13 @@ impl Lane {
             }
         }
         self.mailbox.close();
+        if self.halted {
+            for (book, slice, entry) in self.node.take_entries() {
+                if let Some(Some(book)) = self.books.get(usize::from(book)) {
+                    book.put_aside(slice, entry);
+                }
+            }
+        }
         let counts = self.counts();
         self.shared.update(|state| {
             state.final_counters.push(counts);
@@ -255,7 +262,7 @@ impl Lane {
             Command::Connected { peer, transport } => return self.connected(peer, transport),
             Command::LineRate => return self.bind_connections(),
             Command::Proceed(word) => {
-                let slices = self.node.owned(word.book).into();
+                let slices = self.node.kept(word.book).into();
                 return self.words.push_back((word, slices));
             }
             Command::Order { word, reply } => {
@@ -336,7 +343,7 @@ impl Lane {
     /// What this lane keeps of a book is updated so from now on.
     fn order(&mut self, word: &Word) {
         let Some(Some(book)) = self.books.get(usize::from(word.book)).cloned() else { return };
-        for slice in self.node.owned(word.book) {
+        for slice in self.node.kept(word.book) {
             let tensor = book.book.slices[slice as usize].tensor as usize;
             let Some(update) = word.updates.as_ref().map(|updates| updates[tensor]) else { return };
             self.node.observer().mark();
@@ -359,11 +366,22 @@ impl Lane {
     }
 
     /// The rounds of the last epoch go on.
-    fn recover(&mut self, Recovering { gives, lacks, again }: Recovering) {
+    fn recover(&mut self, recovering: Recovering) {
+        let Recovering { gives, lacks, again, entries, states, words } = recovering;
         self.node.observer().mark();
         let mut outcome = Ok(());
+        entries.into_iter().for_each(|(book, slice, entry)| self.node.put_entry(book, slice, entry));
         for (given, submission) in &lacks {
             outcome = outcome.and_then(|()| self.node.lacks(given, submission));
+        }
+        for given in &states {
+            outcome = outcome.and_then(|()| {
+                if given.by == self.me {
+                    self.node.give_states(given, &mut self.actions)
+                } else {
+                    self.node.lacks_states(given)
+                }
+            });
         }
         for (given, step, result) in &gives {
             outcome = outcome.and_then(|()| self.node.give(given, *step, result.as_ref(), &mut self.actions));
@@ -371,6 +389,7 @@ impl Lane {
         for (submission, slices) in &again {
             outcome = outcome.and_then(|()| self.node.submit_again(submission, slices, &mut self.actions));
         }
+        self.words.extend(words);
         self.act(outcome);
     }
 

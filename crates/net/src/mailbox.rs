@@ -9,12 +9,13 @@ use crate::transport::Transport;
 use mio::Waker;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use penstock_core::calls::Call;
-use penstock_core::exchange::Field;
+use penstock_core::exchange::{Field, SliceEntry};
 use penstock_core::life::Question;
 use penstock_core::optimizer::Update;
-use penstock_core::recovery::ResultGiven;
+use penstock_core::recovery::GivenToOthers;
 use penstock_core::types::GroupId;
 use penstock_core::{BookId, Error, Header, Rank, SliceId, Step, Submission, TensorId};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
@@ -80,13 +81,20 @@ pub(crate) enum Command {
 }
 
 /// What goes on of the last epoch's rounds, as far as one lane goes.
+#[derive(Default)]
 pub(crate) struct Recovering {
     /// Results that this rank has and others lack, if anybody contributed, and their steps.
-    pub(crate) gives: Vec<(ResultGiven, Step, Option<Chunk>)>,
+    pub(crate) gives: Vec<(GivenToOthers, Step, Option<Chunk>)>,
     /// Results that this rank lacks, and by what it has taken part.
-    pub(crate) lacks: Vec<(ResultGiven, Submission<Chunk>)>,
+    pub(crate) lacks: Vec<(GivenToOthers, Submission<Chunk>)>,
     /// Contributions that are made anew, for these slices.
     pub(crate) again: Vec<(Submission<Chunk>, Arc<[SliceId]>)>,
+    /// What this rank kept.
+    pub(crate) entries: Vec<(BookId, SliceId, SliceEntry<Chunk>)>,
+    /// States that this rank has and others lack, or the other way round.
+    pub(crate) states: Vec<GivenToOthers>,
+    /// What the program has said, and for which slices.
+    pub(crate) words: Vec<(Arc<Word>, VecDeque<SliceId>)>,
 }
 
 /// What the program says at the end of a step to those who update what they keep.

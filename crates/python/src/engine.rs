@@ -448,6 +448,7 @@ impl Engine {
     #[allow(clippy::needless_pass_by_value)]
     fn proceed(
         &self,
+        py: Python<'_>,
         book: BookId,
         step: Step,
         optimizers: Vec<PyRef<'_, Twin>>,
@@ -456,7 +457,7 @@ impl Engine {
         in_advance: bool,
     ) -> PyResult<()> {
         let optimizers: Vec<_> = optimizers.iter().map(|optimizer| optimizer.0).collect();
-        self.engine.proceed(book, step, (&optimizers, &groups), factor, in_advance).map_err(raise)
+        self.may_wait(py, || self.engine.proceed(book, step, (&optimizers, &groups), factor, in_advance))
     }
 
     #[allow(clippy::needless_pass_by_value)]
@@ -481,8 +482,8 @@ impl Engine {
         Ok(late.into_iter().map(|(rank, count)| (rank.0, count)).collect())
     }
 
-    fn discard(&self, book: BookId, step: Step) -> PyResult<()> {
-        self.engine.discard(book, step).map_err(raise)
+    fn discard(&self, py: Python<'_>, book: BookId, step: Step) -> PyResult<()> {
+        self.may_wait(py, || self.engine.discard(book, step))
     }
 
     fn squares(&self, py: Python<'_>, book: BookId, step: Step) -> PyResult<f64> {
@@ -511,7 +512,7 @@ impl Engine {
         py: Python<'_>,
         book: BookId,
         tensor: TensorId,
-        updates: u64,
+        updates: Option<u64>,
         ptr: usize,
         nbytes: usize,
     ) -> PyResult<bool> {

@@ -4,22 +4,27 @@
 //!
 //! Each rank submits its tensors in an order of its own, and applies a result some time after it is there, by which it is gone.
 //! In the end all that are left have the same parameters, to the bit, and those are what the log of members says: each result is the
-//! average over the members of the epoch in which its round ended.
+//! average over the members of the epoch in which its round ended. Or what an optimizer makes of it, where owners update what they keep
+//! (`elastic/updates.rs`); there programs say the word for a step when it is submitted, or in advance.
+
+mod updates;
 
 use crate::memory::{Chunk, RealMemory, SimMemory};
 use crate::random::Random;
 use penstock_core::agreement::{Effect, Hearing, MemberMessage, NextMembers, PATIENCE_NS, Succession};
+use penstock_core::exchange::Field;
 use penstock_core::layout::{Book, Tensor};
 use penstock_core::node::{Action, Config, Event, Node};
 use penstock_core::recovery::{
-    Report, ResultGiven, SliceProgress, decode, decode_plan, encode, encode_plan, recovery,
+    GivenToOthers, Report, SliceProgress, decode, decode_plan, encode, encode_plan, recovery, states_given,
 };
-use penstock_core::roles::{Roles, Rules};
+use penstock_core::roles::{Fold, Roles, Rules};
 use penstock_core::types::{Dtype, Rank, Seq, SliceId};
-use penstock_core::wire::{Destination, Header, Op};
+use penstock_core::wire::{Destination, Header, Kind, Op};
 use penstock_core::{Gives, Members, Slicing, Submission};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+use updates::{Account, may_be_lost};
 
 /// Events after which a job counts as going round in circles.
 const EVENTS_MAX: u64 = 400_000;
@@ -37,10 +42,24 @@ pub enum Omission {
     GiveNothing,
     /// Programs say that they wait for newcomers while rounds are under way.
     WaitInTheMiddle,
+    /// Of owners that update: the owner answers, and not its replica once that has the sum.
+    OwnersAnswer,
+    /// States come from whoever has some, of whatever round.
+    GiveOldStates,
+    /// Who is to keep them is given none.
+    GiveNoStates,
+    /// The word to update is not said again in the next epoch.
+    SayTheWordOnce,
 }
 
 /// Of each slice's round over whose contributions its result is the average.
 type Log = BTreeMap<(SliceId, Seq), Vec<Rank>>;
+
+/// How slices are dealt, and those whose states have moved.
+type Dealt = (Arc<Book>, BTreeSet<SliceId>);
+
+/// How slices are dealt in the next epoch, and which states are given to whom.
+type DealtAndGiven = (Arc<Book>, Vec<GivenToOthers>);
 
 #[derive(Debug)]
 enum Passing {
@@ -73,8 +92,11 @@ struct Own {
     /// By slice, the last result that was here.
     kept: BTreeMap<SliceId, Option<Chunk>>,
     applied: bool,
-    param: Vec<f32>,
+    param: Chunk,
     log: Log,
+    /// The last step whose word was said, and what the owners must have by now.
+    said: Seq,
+    account: Account,
 }
 
 struct ElasticRank {
@@ -134,7 +156,17 @@ struct World {
     random: Random,
     /// The members of each epoch.
     epochs: BTreeSet<Vec<Rank>>,
+    /// Owners update what they keep.
+    updates: bool,
+    slow: Option<usize>,
+    /// By epoch and its members: how slices are dealt, and those whose states have moved.
+    books: BTreeMap<(u32, Vec<Rank>), Dealt>,
+    /// Answers that came from an owner and not from its replica.
+    answered: BTreeSet<(usize, SliceId, Seq)>,
+    /// What was kept of something is lost: the job is over.
+    lost: bool,
     given: u64,
+    states_given: u64,
     trace: Vec<String>,
 }
 
@@ -143,6 +175,7 @@ enum Happening {
     Arrive(usize, usize),
     Write(usize, usize),
     Submit(usize, usize),
+    Say(usize, usize),
     Apply(usize, usize),
     Look(usize),
     /// A newcomer connects with all that live.
@@ -162,6 +195,29 @@ pub struct Survived {
     pub went_on: bool,
     /// Newcomers that were there in the end.
     pub admitted: u64,
+    /// What an owner keeps of a slice, given to another member that is to keep it.
+    pub states_given: u64,
+    /// Whether both were lost that kept something: nobody could go on.
+    pub lost_states: bool,
+}
+
+fn zeros(len_bytes: usize) -> Chunk {
+    let memory = RealMemory::tensor(len_bytes);
+    memory.write(|bytes| bytes.fill(0));
+    memory
+}
+
+fn copy_of(chunk: &Chunk) -> Chunk {
+    let (copy, bytes) = (RealMemory::tensor(chunk.len_bytes()), chunk.to_bytes().unwrap_or_default());
+    copy.write(|memory| memory.copy_from_slice(&bytes));
+    copy
+}
+
+/// Owners may read the parameters where they are, and whoever is to be one.
+fn lend(node: &mut Node<RealMemory>, tensors: &[Own]) {
+    for (tensor, own) in (0..).zip(tensors) {
+        node.load(0, tensor, (Field::Lent, 0), &own.param).expect("a model of fp32");
+    }
 }
 
 fn config(rank: usize, members: &Members) -> Config {
@@ -177,7 +233,7 @@ fn config(rank: usize, members: &Members) -> Config {
 }
 
 impl World {
-    fn new(seed: u64, omission: Option<Omission>) -> Self {
+    fn new(seed: u64, omission: Option<Omission>, updates: bool) -> Self {
         let mut random = Random::new(seed);
         let count = random.between(2, 6) as usize;
         let tensors = (0..random.between(1, 4))
@@ -185,13 +241,17 @@ impl World {
         let tensors: Vec<Tensor> = tensors.collect();
         let layers = (0..tensors.len()).map(|at| format!("layer {at}")).collect();
         let members = Members::all(count as u32);
-        let rules = Rules { recoverable: omission != Some(Omission::AnswersInPlace), ..Rules::default() };
+        let fold = if updates { Fold::Updated } else { Fold::Fresh };
+        let recoverable = omission != Some(Omission::AnswersInPlace);
+        let rules = Rules { recoverable, fold, ..Rules::default() };
         let roles = Roles { rules, ..Roles::alike(members.clone()) };
         let book = Book::deal("model", layers, tensors, &roles, Slicing::fixed(1024, 1)).expect("a book");
         let enough = random.chance(500).then_some(1);
         let newcomers = if random.chance(500) { random.between(1, 2) as usize } else { 0 };
         let everybody = count + newcomers;
         let steps = random.between(2, 5) as Seq;
+        let slow =
+            if updates && random.chance(500) { Some(random.below(count as u64) as usize) } else { None };
         let gate = if newcomers > 0 { random.between(0, u64::from(steps) - 1) as Seq } else { Seq::MAX };
         let worker = |rank: usize| {
             let own = |tensor: &Tensor| Own {
@@ -202,12 +262,18 @@ impl World {
                 kept: BTreeMap::new(),
                 applied: true,
                 log: Log::new(),
-                param: vec![0.0; tensor.elems as usize],
+                param: zeros(tensor.len_bytes() as usize),
+                said: 0,
+                account: Account::default(),
             };
             let me = Rank(rank as u32);
             let with_me: Members = members.iter().chain([me]).collect();
             let mut node = Node::new(config(rank, &with_me), RealMemory::default());
             node.open_book(0, Arc::new(book.among(&with_me)), &mut Vec::new()).expect("a first book");
+            let tensors: Vec<Own> = book.tensors.iter().map(own).collect();
+            if updates {
+                lend(&mut node, &tensors);
+            }
             ElasticRank {
                 agreement: if rank < count {
                     Succession::new(me, &members, enough)
@@ -221,7 +287,7 @@ impl World {
                 passed: false,
                 ready: None,
                 came: false,
-                tensors: book.tensors.iter().map(own).collect(),
+                tensors,
             }
         };
         Self {
@@ -237,13 +303,30 @@ impl World {
             omission,
             random,
             epochs: BTreeSet::from([members.iter().collect()]),
+            updates,
+            slow,
+            books: BTreeMap::from([(
+                (0, members.iter().collect()),
+                (Arc::new(book.among(&members)), BTreeSet::new()),
+            )]),
+            answered: BTreeSet::new(),
+            lost: false,
             given: 0,
+            states_given: 0,
             trace: Vec::new(),
         }
     }
 
     fn at(&self, from: usize, to: usize) -> usize {
         from * self.workers.len() + to
+    }
+
+    /// Whether it is for a program to do that takes long for everything.
+    fn is_slow(&self, what: Happening) -> bool {
+        let (Happening::Submit(rank, _) | Happening::Say(rank, _) | Happening::Apply(rank, _)) = what else {
+            return false;
+        };
+        self.slow == Some(rank)
     }
 
     fn omits(&self, omission: Omission) -> bool {
@@ -289,6 +372,10 @@ impl World {
                 if !own.applied && own.is_complete(slices[tensor]) {
                     next.push(Happening::Apply(rank, tensor));
                 }
+                let may_say = own.said < own.seq || own.applied && own.said == own.seq && own.seq < last;
+                if self.updates && may_say && !reported {
+                    next.push(Happening::Say(rank, tensor));
+                }
             }
             if self.workers[rank].agreement.deadline_ns().is_some() {
                 looks.push(Happening::Look(rank));
@@ -327,6 +414,7 @@ impl World {
                 Ok(())
             }
             Happening::Submit(rank, tensor) => self.submit(rank, tensor),
+            Happening::Say(rank, tensor) => self.say(rank, tensor),
             Happening::Apply(rank, tensor) => {
                 self.apply(rank, tensor);
                 Ok(())
@@ -407,6 +495,31 @@ impl World {
         self.step(rank, event)
     }
 
+    /// A program says the word for the step that it has submitted, or for the next one.
+    fn say(&mut self, rank: usize, tensor: usize) -> Result<(), String> {
+        let own = &mut self.workers[rank].tensors[tensor];
+        own.said += 1;
+        let step = own.said;
+        self.say_of(rank, tensor, step, |_| true)
+    }
+
+    fn say_of(
+        &mut self,
+        rank: usize,
+        tensor: usize,
+        step: Seq,
+        those: impl Fn(SliceId) -> bool,
+    ) -> Result<(), String> {
+        let slices = self.book.slices_of(tensor as u32);
+        for slice in self.workers[rank].node.kept(0) {
+            if slices.contains(&slice) && those(slice) {
+                let update = updates::word(tensor, step);
+                self.step(rank, Event::Proceed { book: 0, slice, step, update })?;
+            }
+        }
+        Ok(())
+    }
+
     fn submission(&self, rank: usize, tensor: usize) -> Submission<Chunk> {
         let own = &self.workers[rank].tensors[tensor];
         Submission {
@@ -440,8 +553,42 @@ impl World {
             let own = &mut self.workers[rank].tensors[tensor];
             own.kept.insert(slice, kept);
             own.log.insert((slice, seq), members);
+            if self.omits(Omission::OwnersAnswer) {
+                self.answer_at_once(rank, slice, seq)?;
+            }
         }
         Ok(())
+    }
+
+    /// The result of an owner comes to somebody who waits for the replica.
+    fn answer_at_once(&mut self, rank: usize, slice: SliceId, seq: Seq) -> Result<(), String> {
+        let book = self.book_of(rank);
+        let at = &book.slices[slice as usize];
+        let (tensor, me) = (at.tensor as usize, Rank(rank as u32));
+        let Some(replica) = at.replica.filter(|_| at.owner == me) else { return Ok(()) };
+        let epoch = self.workers[rank].agreement.epoch();
+        let waits = |other: usize| {
+            let own = &self.workers[other].tensors[tensor];
+            let here = self.is_in(other)
+                && !self.workers[other].reported
+                && self.workers[other].agreement.epoch() == epoch;
+            here && own.seq == seq && !own.landed.contains_key(&slice)
+        };
+        let told = book.roles.members.after(me).find(|to| *to != replica && waits(to.index()));
+        let own = &self.workers[rank].tensors[tensor];
+        let Some((to, result)) = told.zip(own.kept.get(&slice).cloned()) else { return Ok(()) };
+        let (kind, payload_bytes) =
+            result.as_ref().map_or((Kind::AnswerAbsent, 0), |_| (Kind::Answer, at.len_bytes));
+        let header = Header { kind, slice, seq, step: seq, payload_bytes, ..Header::control(kind) };
+        self.answered.insert((to.index(), slice, seq));
+        self.step(to.index(), Event::Frame { from: replica, header, payload: result })
+    }
+
+    /// How slices are dealt in the epoch in which a rank is.
+    fn book_of(&self, rank: usize) -> Arc<Book> {
+        let agreement = &self.workers[rank].agreement;
+        let key = (agreement.epoch(), agreement.members().iter().collect());
+        self.books.get(&key).map_or_else(|| Arc::new(self.book.clone()), |(book, _)| Arc::clone(book))
     }
 
     /// What a slice of a rank's memory holds now.
@@ -456,7 +603,7 @@ impl World {
 
     /// The members of an epoch over whom what has landed is the average, to the bit.
     fn averaged_over(
-        &self,
+        &mut self,
         rank: usize,
         slice: SliceId,
         seq: Seq,
@@ -466,6 +613,22 @@ impl World {
         let tensor = at.tensor as usize;
         let range = at.offset_bytes as usize..at.offset_bytes as usize + at.len_bytes as usize;
         let here = self.workers[rank].tensors[tensor].memory.part(range.start, range.len()).to_bytes();
+        if self.updates {
+            let own = &mut self.workers[rank].tensors[tensor];
+            let before = own.param.part(range.start, range.len()).to_bytes().unwrap_or_default();
+            let after = here.unwrap_or_default();
+            let (book, account) = (&self.book, &mut own.account);
+            let mut is_it = |members: &&Vec<Rank>| {
+                account.is_after(book, (slice, seq), members, (&before, &after, present))
+            };
+            let found = self.epochs.iter().find(&mut is_it).cloned();
+            // A step that is not made is none of any members.
+            return found.map(|members| if present { members } else { Vec::new() }).ok_or_else(|| {
+                format!(
+                    "rank {rank}: slice {slice}, round {seq} is no update by an epoch's average ({present})"
+                )
+            });
+        }
         // Of a tensor that counts as there another slice may have had a contribution.
         let is_zero = self.omits(Omission::AnswersInPlace)
             || here.as_deref().is_none_or(|bytes| bytes.iter().all(|byte| *byte == 0));
@@ -484,6 +647,7 @@ impl World {
 
     /// The program uses a result, and has other use for its memory.
     fn apply(&mut self, rank: usize, tensor: usize) {
+        let updates = self.updates;
         let own = &mut self.workers[rank].tensors[tensor];
         let row: Vec<f32> = own.memory.read(|bytes| bytemuck::cast_slice(bytes).to_vec()).unwrap_or_default();
         for (slice, present) in &own.landed {
@@ -491,10 +655,11 @@ impl World {
             let first = at.offset_bytes as usize / 4;
             let range = first..first + at.len_bytes as usize / 4;
             if *present {
-                own.param[range.clone()]
-                    .iter_mut()
-                    .zip(&row[range])
-                    .for_each(|(param, one)| *param = *param * 0.5 + one);
+                own.param.write(|bytes| {
+                    let param = &mut bytemuck::cast_slice_mut::<u8, f32>(bytes)[range.clone()];
+                    let pairs = param.iter_mut().zip(&row[range]);
+                    pairs.for_each(|(param, one)| *param = if updates { *one } else { *param * 0.5 + one });
+                });
             }
         }
         own.applied = true;
@@ -517,6 +682,12 @@ impl World {
             }
             Passing::Data { epoch, .. } if epoch > mine => {
                 Err(format!("rank {to}, epoch {mine}: a frame of rank {from} of epoch {epoch}"))
+            }
+            Passing::Data { header, .. }
+                if matches!(header.kind, Kind::Answer | Kind::AnswerAbsent)
+                    && self.answered.remove(&(to, header.slice, header.seq)) =>
+            {
+                Ok(())
             }
             Passing::Data { epoch, header, bytes } if epoch == mine && self.takes(to, &header) => {
                 let place =
@@ -558,7 +729,8 @@ impl World {
         let worker = &self.workers[rank];
         let progress = |(slice, at): (SliceId, &penstock_core::layout::Slice)| {
             let own = &worker.tensors[at.tensor as usize];
-            SliceProgress { submitted: own.seq, done: own.landed.contains_key(&slice) }
+            let keeps = self.updates && worker.node.has_states(0, slice);
+            SliceProgress { submitted: own.seq, done: own.landed.contains_key(&slice), keeps }
         };
         vec![(0, (0..).zip(&self.book.slices).map(progress).collect())]
     }
@@ -601,27 +773,76 @@ impl World {
         let reports: Result<Vec<(Rank, Report)>, String> =
             plan.map(|(rank, report)| Ok((rank, decode(report)?))).collect();
         let reports = reports?;
-        if choice.admits {
-            self.pass(rank);
-        }
         let found = recovery(&reports)?;
         let given = if self.omits(Omission::GiveNothing) { Vec::new() } else { found };
-        let book = Arc::new(self.book.among(&members));
-        let worker = &mut self.workers[rank];
-        worker.node = Node::new(config(rank, &members), RealMemory::default());
-        worker.node.open_book(0, book, &mut Vec::new()).map_err(|error| error.to_string())?;
-        worker.reported = false;
-        self.recover(rank, &given)
+        let Some((book, states)) = self.dealt(choice, &members, &reports)? else { return Ok(()) };
+        let mut entries = self.workers[rank].node.take_entries();
+        let mut node = Node::new(config(rank, &members), RealMemory::default());
+        node.open_book(0, book, &mut Vec::new()).map_err(|error| error.to_string())?;
+        self.workers[rank].reported = false;
+        if choice.admits && self.pass(rank) && self.updates {
+            lend(&mut node, &self.workers[rank].tensors);
+            entries.clear();
+        }
+        entries.into_iter().for_each(|(book, slice, entry)| node.put_entry(book, slice, entry));
+        self.workers[rank].node = node;
+        self.recover(rank, &given, &states)
+    }
+
+    /// How slices are dealt in the next epoch, and which states are given to whom; nothing if some are lost.
+    fn dealt(
+        &mut self,
+        choice: &NextMembers,
+        members: &Members,
+        reports: &[(Rank, Report)],
+    ) -> Result<Option<DealtAndGiven>, String> {
+        // A member that has never begun an epoch knows how slices were dealt from the others.
+        let before =
+            self.books.range(..(choice.epoch + 1, Vec::new())).next_back().map(|(_, last)| last.clone());
+        let (last, moved) = before.unwrap_or_else(|| (Arc::new(self.book.clone()), BTreeSet::new()));
+        let next = Arc::new(last.among(members));
+        let keepers =
+            |_, slice: SliceId| self.updates.then(|| next.slices[slice as usize].keepers().collect());
+        let mut states = match states_given(reports, keepers) {
+            Ok(states) => states,
+            Err(slices) => {
+                let slices = slices.into_iter().map(|(_, slice)| slice);
+                let unlikely = |slice: &SliceId| {
+                    !may_be_lost(&last.slices[*slice as usize], moved.contains(slice), &choice.ranks)
+                };
+                if let Some(slice) = slices.into_iter().find(unlikely) {
+                    let at = &last.slices[slice as usize];
+                    let progress = reports.iter().map(|(rank, report)| (*rank, report[0].1[slice as usize]));
+                    let progress: Vec<_> = progress.collect();
+                    return Err(format!(
+                        "what was kept of slice {slice} is lost, and one that kept it is left: {at:?}, {progress:?}"
+                    ));
+                }
+                self.lost = true;
+                return Ok(None);
+            }
+        };
+        if self.omits(Omission::GiveOldStates) {
+            let has = |slice: SliceId| {
+                reports.iter().find(|(_, report)| report[0].1[slice as usize].keeps).map(|(rank, _)| *rank)
+            };
+            states.iter_mut().for_each(|given| given.by = has(given.slice).unwrap_or(given.by));
+        }
+        let moved = states.iter().map(|given| given.slice).collect();
+        self.books.insert((choice.epoch + 1, choice.ranks.clone()), (Arc::clone(&next), moved));
+        Ok(Some((next, states)))
     }
 
     /// The gate opens: a newcomer gets what the others have.
-    fn pass(&mut self, rank: usize) {
+    fn pass(&mut self, rank: usize) -> bool {
         if std::mem::replace(&mut self.workers[rank].passed, true) {
-            return;
+            return false;
         }
         let fresh = |own: &Own| Own {
-            memory: RealMemory::tensor(4 * own.param.len()),
+            memory: RealMemory::tensor(own.param.len_bytes()),
             kept: BTreeMap::new(),
+            param: copy_of(&own.param),
+            said: own.said.max(own.seq), // a newcomer begins with the next step
             ..own.clone()
         };
         let given = self.at_gate.as_ref().unwrap_or(&self.workers[rank].tensors);
@@ -629,21 +850,31 @@ impl World {
         if rank >= self.founders {
             self.workers[rank].tensors = given;
             self.admitted += 1;
-        } else if self.at_gate.is_none() {
+            return true;
+        }
+        if self.at_gate.is_none() {
             self.at_gate = Some(given);
         }
+        false
     }
 
-    fn recover(&mut self, rank: usize, given: &[ResultGiven]) -> Result<(), String> {
+    fn recover(
+        &mut self,
+        rank: usize,
+        given: &[GivenToOthers],
+        states: &[GivenToOthers],
+    ) -> Result<(), String> {
         let me = Rank(rank as u32);
         let mut lacking = BTreeSet::new();
         for given in given {
-            let seq = given.seq;
             if given.by == me {
                 let kept = self.kept(rank, given)?;
                 let mut actions = Vec::new();
+                // As a program that is at the next step already has it.
+                let tensor = self.book.slices[given.slice as usize].tensor as usize;
+                let step = self.workers[rank].tensors[tensor].seq;
                 let node = &mut self.workers[rank].node;
-                node.give(given, seq, kept.as_ref(), &mut actions).map_err(|error| error.to_string())?;
+                node.give(given, step, kept.as_ref(), &mut actions).map_err(|error| error.to_string())?;
                 self.given += given.to.len() as u64;
                 self.note(rank, actions)?;
             }
@@ -653,6 +884,20 @@ impl World {
                 let submission = self.submission(rank, tensor);
                 self.workers[rank].node.lacks(given, &submission).map_err(|error| error.to_string())?;
             }
+        }
+        let states: &[GivenToOthers] = if self.omits(Omission::GiveNoStates) { &[] } else { states };
+        for given in states {
+            self.trace.push(format!("rank {rank}: {given:?}"));
+            let mut actions = Vec::new();
+            let node = &mut self.workers[rank].node;
+            if given.by == me {
+                node.give_states(given, &mut actions).map_err(|error| error.to_string())?;
+                self.states_given += given.to.len() as u64;
+            }
+            if given.to.contains(&me) && given.by != me {
+                self.workers[rank].node.lacks_states(given).map_err(|error| error.to_string())?;
+            }
+            self.note(rank, actions)?;
         }
         for tensor in 0..self.book.tensors.len() {
             let own = &self.workers[rank].tensors[tensor];
@@ -667,11 +912,19 @@ impl World {
             node.submit_again(&submission, &slices, &mut actions).map_err(|error| error.to_string())?;
             self.note(rank, actions)?;
         }
+        for tensor in 0..self.book.tensors.len() {
+            let own = &self.workers[rank].tensors[tensor];
+            let (said, seq, landed) = (own.said, own.seq, own.landed.clone());
+            if self.updates && said >= seq && said > 0 && !self.omits(Omission::SayTheWordOnce) {
+                let waits = |slice| said > seq || !landed.contains_key(&slice) && !lacking.contains(&slice);
+                self.say_of(rank, tensor, said, waits)?;
+            }
+        }
         Ok(())
     }
 
     /// The result that this rank is to give; nothing if nobody contributed.
-    fn kept(&self, rank: usize, given: &ResultGiven) -> Result<Option<Chunk>, String> {
+    fn kept(&self, rank: usize, given: &GivenToOthers) -> Result<Option<Chunk>, String> {
         let at = &self.book.slices[given.slice as usize];
         let own = &self.workers[rank].tensors[at.tensor as usize];
         let kept = own.kept.get(&given.slice).cloned().ok_or_else(|| {
@@ -703,8 +956,13 @@ impl World {
                 if own.log != *first {
                     return Err(format!("rank {rank} and rank {} have averaged over others", there[0]));
                 }
-                let want = self.replayed(tensor, &own.log);
-                if own.param != want {
+                let want = if self.updates {
+                    Account::replayed(&self.book, tensor, self.steps, &own.log)
+                } else {
+                    self.replayed(tensor, &own.log)
+                };
+                let param = own.param.read(|bytes| bytemuck::cast_slice::<u8, f32>(bytes) == want);
+                if param != Some(true) {
                     return Err(format!(
                         "rank {rank} has another parameter of tensor {tensor} than the log of members says"
                     ));
@@ -741,7 +999,18 @@ impl World {
 /// # Errors
 /// What does not hold.
 pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
-    let mut world = World::new(seed, omission);
+    play(seed, World::new(seed, omission, false))
+}
+
+/// As [`run`], of a job whose owners update what they keep.
+///
+/// # Errors
+/// What does not hold.
+pub fn run_updates(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
+    play(seed, World::new(seed, omission, true))
+}
+
+fn play(seed: u64, mut world: World) -> Result<Survived, String> {
     let mut losses = world.random.below(4);
     let failed = |what: String, world: &World| format!("seed {seed}: {what}\n{}", world.trace.join("\n"));
     let hurry = world.random.between(3, 60);
@@ -760,8 +1029,17 @@ pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
             }
         }
         let what = world.random.pick(&next);
+        if world.is_slow(what) && next.len() > 1 && !world.random.chance(20) {
+            continue;
+        }
         world.trace.push(format!("{what:?}"));
         world.happen(what).map_err(|what| failed(what, &world))?;
+        if world.lost {
+            break;
+        }
+    }
+    if world.lost {
+        return Ok(Survived { states_given: world.states_given, lost_states: true, ..Survived::default() });
     }
     if !world.next().is_empty() {
         return Err(failed(format!("{EVENTS_MAX} events and no end"), &world));
@@ -776,5 +1054,6 @@ pub fn run(seed: u64, omission: Option<Omission>) -> Result<Survived, String> {
     })?;
     let epochs = world.workers.iter().map(|worker| worker.agreement.epoch()).max().unwrap_or(0);
     let admitted = world.admitted;
-    Ok(Survived { epochs, given: world.given, went_on, admitted })
+    let (given, states_given) = (world.given, world.states_given);
+    Ok(Survived { epochs, given, went_on, admitted, states_given, lost_states: false })
 }

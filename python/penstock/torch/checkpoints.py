@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from penstock import job
 from penstock.attached import Attached, attach
-from penstock.checkpointing import CheckpointWriter
+from penstock.checkpointing import CheckpointWriter, Claimed
 from penstock.control import PartWritten, SeesDirectory, WritePart
 from penstock.errors import ConfigError, PenstockError, Timeout
 from penstock.torch.checkpoint_content import TakenAtOnce, TrainingContent, TrainingState
@@ -114,7 +114,8 @@ def checkpoint(directory: str | os.PathLike[str], *, every: int = 1, keep: int =
     What the program writes into parameters between this call and the next step may be in the checkpoint: call it after
     that.
 
-    In an elastic job the members write. If one is lost before its part is on the disk that checkpoint does not count.
+    In an elastic job the members write. If one is lost before its part is on the disk that checkpoint does not count;
+    nor does it where workers own what they update, and members change before all have copied it.
 
     Args:
         directory: As `penstock.resume` was given it. It is made if it is not there; no other job may write there.
@@ -263,14 +264,14 @@ class TrainingCheckpoints:
             self._running.steps_counted = writer.calls
             return None
         if not self._has_claimed:  # rather now than after the first of many steps
-            _, self.state.servers_write = writer.claim(self._directory, self._servers_see_it)
+            self.state.servers_write = writer.claim(self._directory, self._servers_see_it).found
             self._has_claimed = True
         shown = None
         is_due = writer.is_due(every)
         self._running.steps_counted = writer.calls
         if is_due:
             writer.finish(for_next=True)
-            shown = self._begin(writer.claim(self._directory)[0], keep)
+            shown = self._begin(writer.claim(self._directory), keep)
         if wait:
             writer.finish()
         return shown
@@ -290,8 +291,9 @@ class TrainingCheckpoints:
 
     # Writing
 
-    def _begin(self, writers: Sequence[int], keep: int) -> str:
+    def _begin(self, claimed: Claimed, keep: int) -> str:
         """Begin a checkpoint; in an elastic job who is lost by now, and still counts as a member, is no writer."""
+        writers = claimed.writers
         servers = self._running.options.servers if self.state.servers_keep_some else 0
         file, part = self._writer.begin_parts(self._directory, STEM, writers, servers)
         self._writer.ask_servers = self._ask_servers if servers and part.place == 0 else None
@@ -302,18 +304,23 @@ class TrainingCheckpoints:
             if not isinstance(error, ConfigError):
                 raise
         else:
-            copy = partial(self._copy, taken, file, part, len(writers), keep)
+            copy = partial(self._copy, taken, file, part, len(writers), keep, claimed.epoch)
             if taken.put_off:
                 self._writer.put_off = copy
             else:
                 copy()
         return str(file).rpartition("-")[0]
 
-    def _copy(self, taken: TakenAtOnce, file: Path, part: CheckpointPart, workers: int, keep: int) -> None:
+    def _copy(self, taken: TakenAtOnce, file: Path, part: CheckpointPart, workers: int, keep: int, epoch: int) -> None:
         """Copy this rank's share, and begin to write it. What goes wrong is said when all ranks meet."""
+        engine = self._running.engine
         try:
+            begins_in = engine.epoch
             content = self.state.content(taken)
             draft, said, layout = self._draft(content, taken, part, workers)
+            if content.kept and not begins_in == engine.epoch == epoch:  # what is kept was dealt anew
+                self._writer.has_moved()
+                return
         except Exception as error:
             if self._running.engine.has_failed or (isinstance(error, PenstockError) and not _is_own(error)):
                 raise

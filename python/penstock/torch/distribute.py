@@ -119,7 +119,8 @@ def distribute(
             who sums a slice keeps its value and the optimizer's state and updates it (the workers themselves, a part
             each, or servers apart), and workers get parameters back. For SGD, Adam, AdamW, Adagrad and RMSprop of
             torch, of parameters in fp32 and fp64, by the schemes ``store``, ``bf16``, ``fp16`` and ``adam``. ``.grad``
-            cannot be read between backward and `step`, and is None after it; see docs/servers.md.
+            cannot be read between backward and `step`, and is None after it; see docs/servers.md. In an elastic job the
+            next worker keeps what each keeps, and the others go on when one is lost (docs/elastic.md).
             ``"servers-in-backward"``: the same, but owners update while backward runs, which hides the way back: the
             optimizer's options are those when backward begins, every backward is followed by `step`, and nothing is
             clipped or scaled.
@@ -155,7 +156,9 @@ def distribute(
             f'penstock.distribute: schemes={schemes!r}: expected "auto", None, or a dictionary such as '
             '{"classifier.*": "factors"}'
         )
-    if running.membership is not None and kind != "workers":
+    at_owners = AT_OWNERS.get(kind)
+    no_steps = at_owners is not None and not at_owners.by_steps
+    if running.membership is not None and no_steps:
         given = f'mode="{mode}"' if mode != "sync" else f'update="{update}"'
         raise ConfigError(
             f"penstock.distribute: an elastic job, whose members may be lost, cannot have {given} yet; give "
@@ -166,7 +169,11 @@ def distribute(
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has no parameters of its own
     if broadcast_buffers is None:
         broadcast_buffers = running.options.broadcast_buffers and mode == "sync"
-    at_owners = AT_OWNERS.get(kind)
+    if running.membership is not None and at_owners is not None and device_of(inner) is not None:
+        raise ConfigError(
+            f"penstock.distribute: an elastic job, whose members may be lost, cannot have {at_owners.how} of a model "
+            'on an accelerator yet; use update="workers", or give ps.init(elastic=False)'
+        )
     whole_steps = running.options.whole_steps
     if running.world_size == 1:
         device_of(inner)  # which refuses what several ranks could not train

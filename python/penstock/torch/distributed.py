@@ -52,6 +52,7 @@ from penstock.torch.updates.asynchronous import AsyncUpdates, check_norms
 from penstock.torch.updates.kept_pieces import kept_book
 from penstock.torch.updates.kinds import AT_OWNERS, UpdateKind
 from penstock.torch.updates.optimizer import Updates
+from penstock.torch.updates.owners import OwnerUpdates
 from penstock.torch.updates.patching import PatchedOptimizer
 from penstock.tracing.late_watch import LateWatch
 from penstock.tracing.moments import FORWARD, NO_LAYER, coded, moments_of
@@ -59,6 +60,7 @@ from penstock.tracing.moments import FORWARD, NO_LAYER, coded, moments_of
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.config import Options
+    from penstock.elastic_calls import ElasticCalls
     from penstock.gathering import Agreeing
     from penstock.job import Job
     from penstock.members import Membership
@@ -94,6 +96,7 @@ class Distributed:
         staleness: As in `distribute`.
         device: The accelerator that the model is on, if it is on one.
         membership: Who is left, of an elastic job.
+        calls: Of an elastic job, its calls.
         told: At a newcomer, what the others say of theirs.
 
     Attributes:
@@ -125,6 +128,7 @@ class Distributed:
         device: torch.device | None = None,
         membership: Membership | None = None,
         told: Mapping[str, Any] | None = None,
+        calls: ElasticCalls | None = None,
     ) -> None:
         asynchronous = update == AsyncUpdates.option
         self.staleness = staleness
@@ -184,7 +188,7 @@ class Distributed:
         self.schemes = LayerSchemes(name, model, agreed, self.gradients, cluster, options, rates)
         self.gradients.synchronous = self.synchronous is not None
         self.updates: list[PatchedOptimizer] = (
-            [AT_OWNERS[update](self, one, kept_book(self.gradients, self.servers)) for one in optimizers]
+            [AT_OWNERS[update](self, one, kept_book(self.gradients, self.servers, calls)) for one in optimizers]
             if update in AT_OWNERS
             else [Updates(self, one) for one in optimizers]
         )
@@ -493,6 +497,13 @@ class Distributed:
 
     def check(self) -> None:
         """See `penstock.members.ElasticPart`."""
+        for updates in self.updates:
+            if isinstance(updates, OwnerUpdates):
+                raise ConfigError(
+                    f"penstock.Newcomers: {self.name} has {updates.how}, and what its owners keep cannot be told to "
+                    "newcomers yet; without penstock.Newcomers the job goes on as long as enough members are left",
+                    rank=self.gradients.rank,
+                )
         split("penstock.distribute", self.name, self._tell()[1], {}, {}, copy=False)
 
     def has_been_told(self) -> None:
@@ -694,6 +705,7 @@ def set_up(
             device=device,
             membership=running.membership,
             told=told,
+            calls=running.calls,
         )
     except BaseException:
         if not any(distributed_of(param) is not None for param in inner.parameters()):

@@ -42,9 +42,19 @@ impl<'a> Site<'a> {
         self.groups.led_by(self.rank)
     }
 
-    /// To whom this rank pushes, and who answers it.
-    pub(super) fn answered_by(&self) -> Rank {
+    /// To whom this rank pushes.
+    pub(super) fn pushes_to(&self) -> Rank {
         self.groups.answered_by(self.rank, self.slice.owner)
+    }
+
+    /// Whose scratch is free of what this rank has pushed, once `from` has answered.
+    pub(super) fn consumed_with(&self, from: Rank) -> Rank {
+        if self.slice.replica.is_some() { self.slice.owner } else { from }
+    }
+
+    /// Who gives this rank its result: who takes its contribution, or the replica.
+    pub(super) fn answered_by(&self) -> Rank {
+        self.slice.answers(self.rank).unwrap_or_else(|| self.pushes_to())
     }
 
     /// Whether `from` may push to this rank, and says of whom.

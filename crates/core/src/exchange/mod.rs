@@ -240,6 +240,47 @@ impl<C: Clone> Exchange<C> {
         }
     }
 
+    /// Between two epochs: this rank is to keep what an owner keeps, and `by` gives the states.
+    pub fn lacks_states(&mut self, by: Rank) {
+        if let Self::Store(store) = self {
+            store.lacks_states(by);
+        }
+    }
+
+    /// Between two epochs: gives the states to those that lack them.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if they are not here.
+    pub fn give_states<M: Memory<Chunk = C>>(
+        &self,
+        header: &Header,
+        to: &[Rank],
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Store(store) => store.give_states(header, to, context),
+            Self::Collective(_) | Self::Gather(_) => Err(not_kept(context)),
+        }
+    }
+
+    /// What is kept of the slice, for the next epoch; here it is not kept any more.
+    pub fn take_entry(&mut self) -> Option<SliceEntry<C>> {
+        if let Self::Store(store) = self { store.take_entry() } else { None }
+    }
+
+    /// Whether all is here that an owner keeps, as of the last round whose result is.
+    #[must_use]
+    pub fn has_states(&self) -> bool {
+        if let Self::Store(store) = self { store.is_whole() } else { false }
+    }
+
+    /// What was kept of the slice in the last epoch.
+    pub fn put_entry(&mut self, entry: SliceEntry<C>) {
+        if let Self::Store(store) = self {
+            store.put_entry(entry);
+        }
+    }
+
     /// The ranks that have not contributed to the round that waits here.
     pub fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
         match self {

@@ -318,6 +318,7 @@ mod tests {
             len_bytes: 4,
             wire_bytes: 4,
             owner: Rank(0),
+            replica: None,
             at_owner: 0,
             lane: 0,
         }

@@ -21,6 +21,13 @@
 //! is: its window is free again. What has no contribution is not updated. The owner's value is never rounded; with a wire type all ranks, the owner included,
 //! get the rounded one. With a standing order the owner needs no word: a round ends with its last contribution.
 //!
+//! **Replicas.** Where the owner updates and members may be lost, the member after it keeps all that it keeps ([`crate::layout::Slice::replica`]),
+//! and *the replica answers*: the owner updates and passes the sum on, the replica updates by that and by the word of its own program, and
+//! all others get the result from the replica. So where anybody else has the result of a round, the states that follow from it are at each of
+//! the two that is left. As many bytes travel as without: the owner sends one sum in the place of n - 1 answers, and the replica n - 2 answers;
+//! it is one trip more. A keeper that has no states yet ([`crate::recovery`]) takes part as if its program had not said the word: until it has
+//! them, the last ones count.
+//!
 //! **Rounds of one.** Where nobody must be in, each contribution changes the value when it comes, one after the other, and whoever
 //! asks gets it as it is then, with its version: how often it was changed. By its rules whoever contributes gets it, too, as it is
 //! after its contribution or was before. With a bound of staleness whoever is too far ahead waits for its answer (`exchange/clocks.rs`).
@@ -36,12 +43,13 @@ use super::group::{Inside, pass_on};
 use super::out_of_step::out_of_step;
 use super::round::{Contribution, Outcome, Round};
 use crate::error::Error;
+use crate::layout::Slice;
 use crate::memory::Memory;
 use crate::optimizer::Update;
 use crate::reduce::Reduction;
 use crate::roles::{Answered, Fold, MustBeIn, Rules, Stragglers};
 use crate::types::{Rank, Seq, Step};
-use crate::wire::{Header, Kind, Op, describe, unexpected, wire_argument};
+use crate::wire::{Header, Kind, Op, describe, states_argument, states_of, unexpected, wire_argument};
 
 /// This rank's own part in a slice, from submission to completion.
 #[derive(Debug)]
@@ -49,8 +57,8 @@ struct Mine<C> {
     memory: C,
     op: Op,
     seq: Seq,
-    /// Who gives the result, if it is not the owner: of a round of the last epoch.
-    given_by: Option<Rank>,
+    /// Who gives the result, if it is not the owner, and of which step: of a round of the last epoch.
+    given: Option<(Rank, Step)>,
 }
 
 /// One slice in the store: this rank as a worker, and as the owner if it is.
@@ -60,30 +68,48 @@ pub struct Store<C> {
     round: Round<C>,
     /// Of the head of a group.
     inside: Option<Box<Inside<C>>>,
-    /// Of an owner whose rules keep results.
+    /// Of an owner whose rules keep results; where members may be lost, of all.
     entry: Option<SliceEntry<C>>,
-    pending: SumOrWord<C>,
+    pending: SumAndWord<C>,
+    /// The states that this keeper lacks.
+    coming: Option<Coming<C>>,
     /// Of an owner: what it does with sums without being told each time.
     order: Option<Update>,
     /// Of an owner whose rules bound staleness.
     clocks: Clocks,
 }
 
-/// Of an owner that applies an optimizer: what it has of a sum and the word to go on, if only one of them.
+/// Of an owner that applies an optimizer, and its replica: what it has of a sum and the word to go on.
 #[derive(Debug)]
-enum SumOrWord<C> {
-    /// Neither.
-    Nothing,
-    /// The sum, which is in if anybody contributed.
-    Sum(Option<C>),
+struct SumAndWord<C> {
+    sum: Option<WaitingSum<C>>,
     /// The word, for this step: to update, or not to.
-    Word(Step, Option<Update>),
+    word: Option<(Step, Option<Update>)>,
+}
+
+/// States on their way from another keeper. What is here of the round before stays until they and its result have come: nobody
+/// else may have it.
+#[derive(Debug)]
+struct Coming<C> {
+    from: Rank,
+    states: Vec<C>,
+    /// How many updates they have had, once all are here.
+    updates: Option<u64>,
+}
+
+/// What the contributions to a round come to, if anybody contributed.
+#[derive(Debug)]
+struct WaitingSum<C> {
+    seq: Seq,
+    step: Step,
+    of: Option<C>,
 }
 
 impl<C> Default for Store<C> {
     fn default() -> Self {
-        let (round, clocks, pending) = (Round::default(), Clocks::default(), SumOrWord::Nothing);
-        Self { mine: None, round, inside: None, entry: None, pending, order: None, clocks }
+        let (round, clocks) = (Round::default(), Clocks::default());
+        let pending = SumAndWord { sum: None, word: None };
+        Self { mine: None, round, inside: None, entry: None, pending, coming: None, order: None, clocks }
     }
 }
 
@@ -112,8 +138,8 @@ impl<C: Clone> Store<C> {
             let (book, layer, op) = (header.book, context.site.layer, header.op);
             return Err(Error::Config(format!("{op:?} of layer {layer} of book {book}: {why}")));
         }
-        self.mine = Some(Mine { memory: memory.clone(), op: header.op, seq: header.seq, given_by: None });
-        let to = context.site.answered_by();
+        self.mine = Some(Mine { memory: memory.clone(), op: header.op, seq: header.seq, given: None });
+        let to = context.site.pushes_to();
         if to == rank || context.site.led().is_some() {
             if to != rank {
                 context.effects.push(Effect::Opens { to });
@@ -139,6 +165,8 @@ impl<C: Clone> Store<C> {
             Kind::Answer => site.wire_with(from).1,
             Kind::PushAbsent | Kind::AnswerAbsent | Kind::AnswerSame => 0,
             Kind::Summed if site.rules.fold == Fold::Updated => 0,
+            Kind::Replicated | Kind::State if header.payload_bytes == 0 => 0,
+            Kind::Replicated | Kind::State => site.slice.len_bytes,
             _ => return false,
         };
         if header.payload_bytes != payload_bytes {
@@ -147,13 +175,40 @@ impl<C: Clone> Store<C> {
         if header.kind.takes_part() {
             return site.takes_pushes(from, header) && site.rules.refused(header.op).is_none();
         }
+        let Slice { owner, replica, .. } = *site.slice;
+        let is_replica = replica == Some(site.rank);
+        match header.kind {
+            Kind::State => return self.next_state(from, header),
+            Kind::Replicated if !is_replica || self.pending.sum.is_some() => return false,
+            Kind::Summed if replica.is_some() && !self.is_at(header.seq) => return from == owner, // the answer was faster
+            _ => {}
+        }
         let waits = match (&self.mine, &self.inside) {
             (Some(mine), None) => mine.seq == header.seq,
             (_, Some(inside)) => inside.waits_for_answer(header.seq),
             (None, None) => false,
         };
-        let given_by = self.mine.as_ref().and_then(|mine| mine.given_by);
-        waits && given_by.unwrap_or_else(|| site.answered_by()) == from
+        let given_by = self.mine.as_ref().and_then(|mine| mine.given).map(|(by, _)| by);
+        let answers = if matches!(header.kind, Kind::Replicated | Kind::Summed) {
+            Some(site.pushes_to())
+        } else {
+            given_by.or_else(|| (!is_replica).then(|| site.answered_by()))
+        };
+        waits && answers == Some(from)
+    }
+
+    /// Whether this rank waits for the result of a round.
+    fn is_at(&self, seq: Seq) -> bool {
+        self.mine.as_ref().is_some_and(|mine| mine.seq == seq)
+    }
+
+    /// Whether this frame has the state that comes next.
+    fn next_state(&self, from: Rank, header: &Header) -> bool {
+        let (at, count) = states_of(header.argument);
+        let is_one = at < count && header.payload_bytes > 0 || count == 0 && header.payload_bytes == 0;
+        let waits =
+            |coming: &Coming<C>| coming.from == from && coming.states.len() == at && coming.updates.is_none();
+        is_one && self.coming.as_ref().is_some_and(waits)
     }
 
     /// Answers go straight into this rank's memory, unless they have to be expanded, or this rank's contribution must stay until
@@ -187,13 +242,15 @@ impl<C: Clone> Store<C> {
                 if let Some(mine) = mine.filter(|_| site.rules.recoverable) {
                     copy(*memory, &result, &mine);
                 }
-                context.effects.push(Effect::Consumed { by: from });
+                let by = context.site.consumed_with(from);
+                context.effects.push(Effect::Consumed { by });
                 self.spread(header, Some(&result), context);
                 self.done(header, Some(&result), context);
                 Ok(())
             }
             (Kind::AnswerAbsent | Kind::AnswerSame, None) => {
-                context.effects.push(Effect::Consumed { by: from });
+                let by = context.site.consumed_with(from);
+                context.effects.push(Effect::Consumed { by });
                 let given = self.inside.as_ref().filter(|_| header.kind == Kind::AnswerSame);
                 let result = given.and_then(|inside| inside.given());
                 self.spread(header, result.as_ref(), context);
@@ -205,15 +262,102 @@ impl<C: Clone> Store<C> {
                 Ok(())
             }
             (Kind::Summed, None) => {
-                context.effects.push(Effect::Consumed { by: from });
+                let is_late = context.site.slice.replica.is_some() && !self.is_at(header.seq);
+                context.effects.extend((!is_late).then_some(Effect::Consumed { by: from }));
                 Ok(())
+            }
+            (Kind::Replicated, sum) => {
+                let (seq, step) = (header.seq, header.step);
+                context.effects.push(Effect::Consumed { by: from });
+                self.pending.sum = Some(WaitingSum { seq, step, of: sum });
+                self.update_when_ready(header, context)
+            }
+            (Kind::State, state) => {
+                if let Some(coming) = &mut self.coming {
+                    coming.states.extend(state);
+                    let all_are_here = coming.states.len() == states_of(header.argument).1;
+                    coming.updates = all_are_here.then_some(u64::from(header.step));
+                }
+                self.take_states();
+                self.update_when_ready(header, context)
             }
             _ => Err(unexpected(from, header)),
         }
     }
 
     pub(super) fn lacks(&mut self, header: &Header, memory: C, by: Rank) {
-        self.mine = Some(Mine { memory, op: header.op, seq: header.seq, given_by: Some(by) });
+        let given = Some((by, header.step));
+        self.mine = Some(Mine { memory, op: header.op, seq: header.seq, given });
+    }
+
+    pub(super) fn lacks_states(&mut self, by: Rank) {
+        self.coming = Some(Coming { from: by, states: Vec::new(), updates: None });
+        if let Some(entry) = self.entry.as_mut().filter(|_| self.mine.is_none()) {
+            entry.empty(); // whatever it is of: the result is here that the states belong to
+        }
+    }
+
+    /// Whether a result of the last epoch is on its way here.
+    fn is_given(&self) -> bool {
+        self.mine.as_ref().is_some_and(|mine| mine.given.is_some())
+    }
+
+    /// The states that have come take the place of those before them, if the result is here that they belong to.
+    fn take_states(&mut self) {
+        if !self.is_given()
+            && let Some(entry) = &mut self.entry
+            && let Some(Coming { states, updates: Some(updates), .. }) =
+                self.coming.take_if(|coming| coming.updates.is_some())
+        {
+            entry.receive(states, updates);
+        }
+    }
+
+    /// Gives the states to others that are to keep them from now on.
+    pub(super) fn give_states<M: Memory<Chunk = C>>(
+        &self,
+        header: &Header,
+        to: &[Rank],
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let whole = self.entry.as_ref().filter(|entry| entry.is_whole());
+        let of_states = whole.and_then(|entry| {
+            let (states, updates) = entry.states();
+            Some((states, Step::try_from(updates).ok()?))
+        });
+        let Some((states, step)) = of_states else {
+            let (slice, book, layer) = (header.slice, header.book, context.site.layer);
+            return Err(Error::Config(format!(
+                "slice {slice} of book {book}, layer {layer}: this rank is to give what an owner keeps, and does not have it"
+            )));
+        };
+        let (kind, count) = (Kind::State, states.len());
+        for to in to {
+            if states.is_empty() {
+                let header = Header { kind, step, argument: states_argument(0, 0), ..*header };
+                send(*to, &header, None, Flow::Free, context);
+            }
+            for (at, state) in states.iter().enumerate() {
+                let (argument, payload_bytes) = (states_argument(at, count), context.site.slice.len_bytes);
+                let header = Header { kind, step, argument, payload_bytes, ..*header };
+                send(*to, &header, Some(state.clone()), Flow::Free, context);
+            }
+        }
+        Ok(())
+    }
+
+    /// What is kept of the slice, for the next epoch.
+    pub(super) fn take_entry(&mut self) -> Option<SliceEntry<C>> {
+        self.entry.take()
+    }
+
+    pub(super) fn put_entry(&mut self, entry: SliceEntry<C>) {
+        self.entry = Some(entry);
+    }
+
+    /// Whether all is here that an owner keeps, as of the last round whose result is.
+    pub(super) fn is_whole(&self) -> bool {
+        self.entry.as_ref().is_some_and(SliceEntry::is_whole)
     }
 
     /// A round that only waited for the rank that has left ends now.
@@ -231,6 +375,8 @@ impl<C: Clone> Store<C> {
     }
 
     pub(super) fn missing(&self, site: &Site<'_>, ranks: &mut Vec<Rank>) {
+        let coming = self.coming.as_ref().filter(|_| self.pending.sum.is_some());
+        ranks.extend(coming.map(|coming| coming.from));
         if self.round.open().is_some() {
             ranks.extend(self.round.missing(site));
         }
@@ -358,7 +504,7 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         let open = self.round.open().filter(|(seq, _)| *seq == header.seq);
-        match open.filter(|_| !matches!(self.pending, SumOrWord::Sum(_))) {
+        match open.filter(|_| self.pending.sum.is_none()) {
             Some((seq, step)) => self.finish(&Header { seq, step, ..*header }, context),
             None => Ok(()),
         }
@@ -366,7 +512,7 @@ impl<C: Clone> Store<C> {
 
     /// Whether the last contribution to a round is in and nothing was made of them yet.
     fn is_due(&self, site: &Site<'_>) -> bool {
-        !matches!(self.pending, SumOrWord::Sum(_)) && self.round.is_complete(site)
+        self.pending.sum.is_none() && self.round.is_complete(site)
     }
 
     /// Owner: sums in rank order and answers everybody at once.
@@ -427,7 +573,8 @@ impl<C: Clone> Store<C> {
                 // Where this rank is in the round and gets its result: it may be in no round and ask, or be late for this one.
                 let Site { rank, members, rules, .. } = context.site;
                 let is_in = members.index_of(rank).and_then(|index| self.round.of(index)).is_some();
-                let is_answered = is_in && rules.answered != Answered::WhoAsks;
+                // Where members may be lost a contribution stays where it is.
+                let is_answered = is_in && rules.answered != Answered::WhoAsks && !rules.recoverable;
                 let mine = self.mine.as_ref().filter(|_| is_answered).map(|mine| mine.memory.clone());
                 let sum = mine.unwrap_or_else(|| context.memory.scratch(len_bytes));
                 self.round.reduce(how, &sum, context);
@@ -438,77 +585,104 @@ impl<C: Clone> Store<C> {
         };
         context.inputs.clear();
         self.round.let_go();
-        match std::mem::replace(&mut self.pending, SumOrWord::Sum(sum)) {
-            SumOrWord::Word(step, update) => self.proceed(&Header { step, ..*header }, update, context),
-            SumOrWord::Nothing | SumOrWord::Sum(_) => {
-                if self.order.is_some() {
-                    return self.proceed(header, self.order, context);
-                }
-                let site = context.site;
-                let Site { rank, rules, layer, .. } = site;
-                if rules.must_be_in == MustBeIn::Nobody {
-                    let book = header.book;
-                    return Err(Error::Config(format!(
-                        "rank {rank} was not told how to update layer {layer} of book {book}, but contributions come"
-                    )));
-                }
-                self.round.tell_summed(header, &site, context);
-                context.effects.push(Effect::Waits);
-                Ok(())
-            }
+        let (seq, step) = self.round.open().unwrap_or((header.seq, header.step));
+        self.pending.sum = Some(WaitingSum { seq, step, of: sum });
+        if self.pending.word.is_some() {
+            return self.update_when_ready(header, context);
         }
+        if self.order.is_some() {
+            return self.proceed(header, self.order, context);
+        }
+        let site = context.site;
+        let Site { rank, rules, layer, .. } = site;
+        if rules.must_be_in == MustBeIn::Nobody {
+            let book = header.book;
+            return Err(Error::Config(format!(
+                "rank {rank} was not told how to update layer {layer} of book {book}, but contributions come"
+            )));
+        }
+        self.round.tell_summed(header, &site, context);
+        context.effects.push(Effect::Waits);
+        Ok(())
     }
 
-    /// Owner with an optimizer: its program has come to the end of step `header.step`. With an update it is applied to the sum, and all
-    /// get the value; without one the round ends as if nobody had contributed, and what is in this rank's own memory is the sum.
+    /// Owner with an optimizer, or its replica: its program has come to the end of step `header.step`. With an update it is applied to
+    /// the sum, and all get the value; without one the round ends as if nobody had contributed, and what is in this rank's own memory is the
+    /// sum.
     pub(super) fn proceed<M: Memory<Chunk = C>>(
         &mut self,
         header: &Header,
         update: Option<Update>,
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
-        let Site { layer, slice, rank, rules, .. } = context.site;
-        let fail = |what: String| {
-            let (book, step) = (header.book, header.step);
-            Err(Error::Config(format!("rank {rank}: layer {layer} of book {book}, step {step}: {what}")))
-        };
-        if rules.fold != Fold::Updated || slice.owner != rank {
-            return fail("this rank is told to update what it does not keep".into());
+        let Site { slice, rank, rules, .. } = context.site;
+        if rules.fold != Fold::Updated || !slice.is_kept_by(rank) {
+            let what = "this rank is told to update what it does not keep";
+            return Err(wrong_word(header, what, &context.site));
         }
-        let open = self.round.open();
-        let sum = match (std::mem::replace(&mut self.pending, SumOrWord::Nothing), open) {
-            (SumOrWord::Nothing, _) => {
-                self.pending = SumOrWord::Word(header.step, update);
-                return Ok(());
+        // By a program that had said nothing when the last epoch ended.
+        let given = self.mine.as_ref().and_then(|mine| mine.given);
+        let is_given = given.is_some_and(|(_, step)| header.step <= step);
+        if is_given || self.entry.as_ref().is_some_and(|entry| entry.is_late(header.step)) {
+            return Ok(());
+        }
+        let what = match (&self.pending.sum, &self.pending.word) {
+            _ if rules.recoverable && self.entry.is_none() => {
+                "there is no value to update: load the parameters first".into()
             }
-            (SumOrWord::Word(before, _), _) => {
-                return fail(format!(
-                    "it is told to go on, but waits for contributions to step {before} yet"
-                ));
+            (_, Some((before, _))) => {
+                format!("it is told to go on, but waits for contributions to step {before} yet")
             }
-            (SumOrWord::Sum(_), Some((_, step))) if step != header.step => {
-                return fail(format!(
-                    "it is told to go on, but the contributions here are those to step {step}"
-                ));
+            (Some(WaitingSum { step, .. }), None) if *step != header.step => {
+                format!("it is told to go on, but the contributions here are those to step {step}")
             }
-            (SumOrWord::Sum(sum), _) => sum,
+            _ => {
+                self.pending.word = Some((header.step, update));
+                return self.update_when_ready(header, context);
+            }
         };
+        Err(wrong_word(header, &what, &context.site))
+    }
+
+    /// Owner with an optimizer, or its replica: does what can be done of a sum, the word, and what is kept.
+    fn update_when_ready<M: Memory<Chunk = C>>(
+        &mut self,
+        header: &Header,
+        context: &mut Context<'_, M>,
+    ) -> Result<(), Error> {
+        let keeps = self.is_whole() && self.coming.is_none() || !context.site.rules.recoverable;
+        if !keeps || self.pending.word.is_none() {
+            return Ok(());
+        }
+        let Some(WaitingSum { seq, step: summed, of: sum }) = self.pending.sum.take() else { return Ok(()) };
+        let Some((step, update)) = self.pending.word.take() else { return Ok(()) };
+        let header = &Header { seq, step, ..*header };
+        if summed != step {
+            let what = format!("it is told to go on, but the contributions here are those to step {summed}");
+            return Err(wrong_word(header, &what, &context.site));
+        }
+        if let Some(replica) = context.site.slice.replica.filter(|replica| *replica != context.site.rank) {
+            let payload_bytes = sum.as_ref().map_or(0, |_| context.site.slice.len_bytes);
+            let header = Header { kind: Kind::Replicated, argument: 0, payload_bytes, ..*header };
+            send(replica, &header, sum.clone(), Flow::Free, context);
+        }
         let result = match (sum, update) {
             (Some(sum), Some(update)) => {
                 let Some(entry) = &mut self.entry else {
-                    return fail("there is no value to update: load the parameters first".into());
+                    let what = "there is no value to update: load the parameters first";
+                    return Err(wrong_word(header, what, &context.site));
                 };
-                let (site, step) = (context.site, header.step);
-                let before = (rules.answered == Answered::Before).then(|| entry.value().0.clone());
+                let site = context.site;
+                let before = (site.rules.answered == Answered::Before).then(|| entry.value().0.clone());
                 match entry.update(&update, step, &sum, &site, context.memory) {
                     Ok(value) => Some(as_answered(before.unwrap_or(value), context)),
-                    Err(why) => return fail(why),
+                    Err(why) => return Err(wrong_word(header, &why, &context.site)),
                 }
             }
             _ => None,
         };
-        let (seq, op) = (open.map_or(header.seq, |(seq, _)| seq), self.round.op());
-        self.answer(&Header { seq, op, ..*header }, None, result.as_ref(), context);
+        let op = self.round.op();
+        self.answer(&Header { op, ..*header }, None, result.as_ref(), context);
         self.round.clear();
         Ok(())
     }
@@ -521,18 +695,16 @@ impl<C: Clone> Store<C> {
         context: &mut Context<'_, M>,
     ) -> Result<(), Error> {
         self.order = Some(update);
-        match (&self.pending, self.round.open()) {
-            (SumOrWord::Sum(_), Some((_, step))) => {
-                self.proceed(&Header { step, ..*header }, Some(update), context)
-            }
-            _ => Ok(()),
+        match self.pending.sum {
+            Some(WaitingSum { step, .. }) => self.proceed(&Header { step, ..*header }, Some(update), context),
+            None => Ok(()),
         }
     }
 
     /// The sum of the squares of what waits for its program's word here: nothing before it is complete, 0 if nobody contributed.
     pub(super) fn squares<M: Memory<Chunk = C>>(&self, context: &mut Context<'_, M>) -> Option<f64> {
-        let SumOrWord::Sum(sum) = &self.pending else { return None };
-        Some(sum.as_ref().map_or(0.0, |sum| context.memory.squares(context.site.dtype, sum)))
+        let WaitingSum { of, .. } = self.pending.sum.as_ref()?;
+        Some(of.as_ref().map_or(0.0, |sum| context.memory.squares(context.site.dtype, sum)))
     }
 
     /// Owner: takes what it keeps of the slice from `from`; see [`SliceEntry`].
@@ -598,7 +770,12 @@ impl<C: Clone> Store<C> {
         result: Option<&C>,
         context: &mut Context<'_, M>,
     ) {
-        let Site { rank, members, active, rules, groups, .. } = context.site;
+        let Site { rank, members, active, rules, groups, slice, .. } = context.site;
+        if slice.replica.is_some() {
+            let told = active.after(rank).filter(|to| *to != slice.owner && slice.replica == Some(rank));
+            told.for_each(|to| tell(to, header, result, false, context));
+            return self.complete(header, result, context);
+        }
         let everybody = !rules.keep_results() && groups.is_empty();
         let header = &self.versioned(header, &context.site);
         // A head that has left takes part for the others of its group.
@@ -690,11 +867,29 @@ impl<C: Clone> Store<C> {
             if there.is_none() && changes && (*recoverable || stragglers.is_some()) {
                 context.memory.clear(&mine.memory);
             }
+            if let Some(entry) = self.entry.as_mut().filter(|_| *recoverable && *fold == Fold::Updated) {
+                if there.is_none() {
+                    copy(context.memory, entry.value().0, &mine.memory);
+                }
+                // Who gives a result may be at the next step already.
+                entry.is_over(mine.given.map_or(header.step, |(_, step)| step));
+                let keeps = context.site.slice.is_kept_by(context.site.rank);
+                if !keeps || self.coming.is_some() {
+                    entry.empty(); // the keepers had all when this round ended
+                }
+                self.take_states();
+            }
             let kept = there.filter(|_| context.site.rules.recoverable).cloned();
             let (seq, present, version) = (header.seq, there.is_some(), header.step);
             context.effects.push(Effect::Complete { seq, present, version, kept });
         }
     }
+}
+
+/// That a program's word does not fit what its rank has.
+fn wrong_word(header: &Header, what: &str, site: &Site<'_>) -> Error {
+    let (Site { rank, layer, .. }, Header { book, step, .. }) = (site, header);
+    Error::Config(format!("rank {rank}: layer {layer} of book {book}, step {step}: {what}"))
 }
 
 /// A result in this rank's memory, which the program may change: where it has to be kept, a copy of it.

@@ -41,10 +41,12 @@ impl<M: Memory, O: Observe> Node<M, O> {
             };
             if is_member && answered {
                 let owners = slices.into_iter().map(|slice| {
-                    (slice, book.roles.groups.answered_by(me, book.slices[slice as usize].owner))
+                    let at = &book.slices[slice as usize];
+                    let to = book.roles.groups.answered_by(me, at.owner);
+                    (slice, to, at.answers(me).unwrap_or(to))
                 });
-                let owe = owners.filter(|(slice, owner)| !self.holds_back(id, book, *slice, *owner));
-                waits.owners.extend(owe.map(|(_, owner)| owner));
+                let owe = owners.filter(|(slice, to, _)| !self.holds_back(id, book, *slice, *to));
+                waits.owners.extend(owe.map(|(_, _, answers)| answers));
             }
         }
         waits.late.extend(calls.into_iter().flat_map(|id| self.call_missing(id)));

@@ -15,8 +15,9 @@ use penstock_core::agreement::{self, NextMembers};
 use penstock_core::life::WaitKind;
 use penstock_core::limits::NEWCOMERS_MAX;
 use penstock_core::membership::{Announced, JobState, Knock, MemberReport, MembershipEntry, MembershipLog};
-use penstock_core::recovery::{Report, ResultGiven, decode_plan, recovery};
-use penstock_core::{Members, Rank, TensorId};
+use penstock_core::recovery::{GivenToOthers, Report, decode_plan, recovery, states_given, states_lost};
+use penstock_core::roles::Fold;
+use penstock_core::{BookId, Members, Rank, SliceId, TensorId};
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -488,14 +489,20 @@ impl Inner {
             .filter(|(rank, _)| before.contains(*rank))
             .map(|(rank, report)| (rank, report.slices))
             .collect();
-        let found = recovery(&of_slices).map_err(Failure::config)?;
+        let results = recovery(&of_slices).map_err(Failure::config)?;
         if self.threads.lock().closed {
             return Ok(());
         }
-        self.shared.begin_epoch(&members);
-        let begun = self.lanes()?;
         let books: Vec<Arc<OpenBook>> =
             self.books.read().iter().map(|open| Arc::new(open.among(&members))).collect();
+        let keepers = |book: BookId, slice: SliceId| {
+            let open =
+                books.get(usize::from(book)).filter(|open| open.book.roles.rules.fold == Fold::Updated);
+            open.map(|open| open.book.slices[slice as usize].keepers().collect())
+        };
+        let states = states_given(&of_slices, keepers).map_err(|lost| self.states_lost(&lost, &members))?;
+        self.shared.begin_epoch(&members);
+        let begun = self.lanes()?;
         *self.books.write() = books.clone();
         let names = addresses.iter().map(|(host, port)| format!("{host}:{port}")).collect();
         let next = {
@@ -512,7 +519,7 @@ impl Inner {
         self.shared.start(&begun.mailboxes, names);
         self.tell_lanes(&books, &members);
         for (lane, mailbox) in (0..).zip(&begun.mailboxes) {
-            let recovering = self.recovering(lane, &books, &found);
+            let recovering = self.recovering(lane, &books, &results, &states);
             mailbox.send(Command::Recover(Box::new(recovering)));
         }
         self.run(begun, listeners, resolved, &members)?;
@@ -606,17 +613,28 @@ impl Inner {
     }
 
     /// What goes on of the last epoch's rounds, as far as one lane goes.
-    fn recovering(&self, lane: u32, books: &[Arc<OpenBook>], found: &[ResultGiven]) -> Recovering {
+    fn recovering(
+        &self,
+        lane: u32,
+        books: &[Arc<OpenBook>],
+        results: &[GivenToOthers],
+        states: &[GivenToOthers],
+    ) -> Recovering {
         let me = Rank(self.config.rank);
-        let mut all = Recovering { gives: Vec::new(), lacks: Vec::new(), again: Vec::new() };
+        // A newcomer has no books yet, and lacks nothing.
+        let in_lane = |given: &GivenToOthers| {
+            let open = books.get(usize::from(given.book))?;
+            Some(open).filter(|open| open.book.slices[given.slice as usize].lane == lane)
+        };
+        let is_mine = |given: &&GivenToOthers| given.by == me || given.to.contains(&me);
+        let states = states.iter().filter(|given| in_lane(given).is_some()).filter(is_mine).cloned();
+        let (gives, lacks, again) = (Vec::new(), Vec::new(), Vec::new());
+        let (entries, words) = (Vec::new(), Vec::new());
+        let mut all = Recovering { gives, lacks, again, entries, states: states.collect(), words };
         let mut lacking = BTreeSet::new();
-        for given in found {
-            // A newcomer has no books yet, and lacks nothing.
-            let Some(open) = books.get(usize::from(given.book)) else { continue };
+        for given in results {
+            let Some(open) = in_lane(given) else { continue };
             let slice = &open.book.slices[given.slice as usize];
-            if slice.lane != lane {
-                continue;
-            }
             let step = open.tensors[slice.tensor as usize].step.load(Ordering::Relaxed);
             if given.by == me {
                 all.gives.push((given.clone(), step, open.kept(given.slice)));
@@ -636,8 +654,27 @@ impl Inner {
                 let slices = slices.filter(|slice| self.gives(open.id, *slice, seq)).collect();
                 all.again.push((submission, slices));
             }
+            all.entries
+                .extend(open.take_entries(lane).into_iter().map(|(slice, entry)| (open.id, slice, entry)));
+            all.words.extend(open.word_again(lane, |slice| lacking.contains(&(open.id, slice))));
         }
         all
+    }
+
+    /// Nobody of the next members has what owners kept of these slices: the job cannot go on.
+    fn states_lost(&self, lost: &[(BookId, SliceId)], members: &Members) -> Failure {
+        let books = self.books.read();
+        let kept_by = |(book, slice): &(BookId, SliceId)| {
+            let at = books.get(usize::from(*book)).map(|open| open.book.slices[*slice as usize].clone());
+            at.map_or_else(Vec::new, |at| [Some(at.owner), at.replica].into_iter().flatten().collect())
+        };
+        let gone: BTreeSet<Rank> =
+            lost.iter().flat_map(kept_by).filter(|rank| !members.contains(*rank)).collect();
+        let names: BTreeSet<_> =
+            lost.iter().filter_map(|(book, _)| Some(&books.get(usize::from(*book))?.book.name)).collect();
+        let names = names.into_iter().cloned().collect::<Vec<_>>().join(", ");
+        let gone: Vec<Rank> = gone.into_iter().collect();
+        states_lost(&names, lost.len(), &gone).into()
     }
 
     /// No epoch begins any more.

@@ -113,7 +113,7 @@ impl Inner {
         let slices: Arc<[SliceId]> =
             slices.filter(|slice| self.gives(open.id, *slice, submission.seq)).collect();
         let again = vec![(submission.clone(), slices)];
-        Command::Recover(Box::new(Recovering { gives: Vec::new(), lacks: Vec::new(), again }))
+        Command::Recover(Box::new(Recovering { again, ..Recovering::default() }))
     }
 }
 

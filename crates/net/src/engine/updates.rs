@@ -9,11 +9,11 @@ use penstock_core::exchange::Field;
 use penstock_core::layout::Tensor;
 use penstock_core::optimizer::{Optimizer, Update};
 use penstock_core::roles::Fold;
-use penstock_core::{BookId, Rank, Route, Step, TensorId};
+use penstock_core::{BookId, Error, Rank, Route, Step, TensorId};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 impl Engine {
     /// This rank's program has come to the end of a step: what it owns of a book is updated, and all get it. Where this rank
@@ -99,12 +99,14 @@ impl Engine {
 
     fn say(&self, open: &Arc<OpenBook>, step: Step, updates: Option<Box<[Update]>>) -> Result<(), Failure> {
         self.inner.shared.check()?;
+        let _no_epoch_ends = self.enter_epoch()?;
         let said = u64::from(step) + 1;
         if open.said.swap(said, Ordering::AcqRel) == said {
             let name = &open.book.name;
             return Err(Failure::config(format!("{name}: step {step} was told to go on already")));
         }
         let word = Arc::new(Word { book: open.id, step, updates });
+        open.note_word(&word);
         for mailbox in self.inner.shared.mailboxes().iter() {
             mailbox.send(Command::Proceed(Arc::clone(&word)));
         }
@@ -144,6 +146,14 @@ impl Engine {
         self.alive("squares")?;
         let open = self.updated_book(book)?;
         self.inner.shared.check()?;
+        if open.book.roles.rules.recoverable {
+            let name = &open.book.name;
+            return Err(Failure::config(format!(
+                "{name}: the norm of gradients at their owners cannot be asked for yet where members may be lost (elastic): leave out \
+                 penstock.clip_grad_norm_ and penstock.GradScaler, or let the workers update"
+            ))
+            .into());
+        }
         self.all_are_submitted(&open, step)?;
         self.flush();
         let me = Rank(self.inner.config.rank);
@@ -191,7 +201,7 @@ impl Engine {
 
     /// As [`Engine::load`] of a value, but memory is read in place whenever the value is updated, and none is kept here
     /// ([`Field::Lent`]). Between the end of a step and the arrival of its result the program leaves it alone. Says whether it is so:
-    /// not of every tensor it can be.
+    /// not of every tensor it can be. Without a number of updates it was lent before, and only its memory is another.
     ///
     /// # Errors
     /// As there.
@@ -202,7 +212,7 @@ impl Engine {
         &self,
         book: BookId,
         tensor: TensorId,
-        updates: u64,
+        updates: Option<u64>,
         memory: Lent,
     ) -> Result<bool, Failure> {
         self.alive("lend")?;
@@ -216,8 +226,12 @@ impl Engine {
         let start = NonNull::new(memory.address as *mut u8).unwrap_or(NonNull::dangling());
         // SAFETY: the caller vouches for the memory; its length was checked against the book.
         let whole = unsafe { Chunk::handed(start, memory.len_bytes, Arc::new(NobodyAsks), tensor, 0) };
-        self.load_from((book, tensor), (Field::Lent, updates), &whole)?;
-        Ok(open.book.may_lend(tensor))
+        let may_lend = open.book.may_lend(tensor);
+        if may_lend || updates.is_some() {
+            let field = updates.map_or(Field::Moved, |_| Field::Lent);
+            self.load_from((book, tensor), (field, updates.unwrap_or(0)), &whole)?;
+        }
+        Ok(may_lend)
     }
 
     fn load_from(
@@ -226,6 +240,7 @@ impl Engine {
         (field, updates): (Field, u64),
         whole: &Chunk,
     ) -> Result<(), Failure> {
+        let _no_epoch_ends = self.enter_epoch()?;
         let answers =
             self.ask(|reply| Command::Load { book, tensor, field, updates, whole: whole.clone(), reply });
         self.all_answered(answers.len())?;
@@ -233,7 +248,8 @@ impl Engine {
     }
 
     /// Copies what this rank owns of a tensor, and updates, to its places in memory for all of it. Says how often that was
-    /// updated; `None` if this rank keeps no such thing, and nothing was copied. Between steps.
+    /// updated; `None` if this rank keeps no such thing, and nothing was copied. Between steps. Where members were lost just now it waits until
+    /// what this rank owns from then on is here.
     ///
     /// # Errors
     /// `Config` if it does not fit the book, or a step is under way; the job's failure.
@@ -248,11 +264,23 @@ impl Engine {
         let open = self.kept_book(book)?;
         self.check_whole_of(&open, tensor, whole.len())?;
         let copy = self.inner.shared.pool.copy_of(whole);
-        let answers = self.ask(|reply| Command::Save { book, tensor, field, whole: copy.clone(), reply });
-        self.all_answered(answers.len())?;
-        let answers = answers.into_iter().collect::<Result<Vec<_>, _>>()?;
-        copy.copy_to(0, whole);
-        Ok(answers.into_iter().flatten().next())
+        let deadline = Instant::now() + self.inner.config.operation_timeout;
+        loop {
+            let no_epoch_ends = self.enter_epoch()?;
+            let answers = self.ask(|reply| Command::Save { book, tensor, field, whole: copy.clone(), reply });
+            self.all_answered(answers.len())?;
+            match answers.into_iter().collect::<Result<Vec<_>, _>>() {
+                // It comes without the program.
+                Err(Error::MembersChanged(_)) if Instant::now() < deadline => {}
+                answers => {
+                    let counts = answers?.into_iter().flatten();
+                    copy.copy_to(0, whole);
+                    return Ok(counts.max());
+                }
+            }
+            drop(no_epoch_ends);
+            std::thread::sleep(STATES_COME);
+        }
     }
 
     fn check_whole_of(&self, open: &OpenBook, tensor: TensorId, given: usize) -> Result<(), Failure> {
@@ -292,6 +320,9 @@ impl Engine {
         Err(Failure::config(format!("{}: its owners update nothing", open.book.name)))
     }
 }
+
+/// How long to wait before looking again whether states have come from another member.
+const STATES_COME: Duration = Duration::from_millis(2);
 
 /// Of memory that is lent for good: whoever lent it keeps it as long as the engine lives.
 struct NobodyAsks;

@@ -3,13 +3,15 @@
 //! Completion is counted per tensor with one atomic decrement per slice; the lock is taken per tensor.
 
 use super::Shared;
+use crate::mailbox::Word;
 use crate::memory::{Chunk, Lender};
 use parking_lot::Mutex;
+use penstock_core::exchange::SliceEntry;
 use penstock_core::layout::Slice;
 use penstock_core::recovery::SliceProgress;
 use penstock_core::roles::{Fold, MustBeIn};
 use penstock_core::{Book, BookId, Members, Rank, Route, SliceId, Step, Submission, TensorId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
@@ -66,6 +68,10 @@ pub(crate) struct BookProgress {
     unfinished: Vec<Mutex<Option<Submission<Chunk>>>>,
     /// By slice, likewise: its last result.
     kept: Vec<Mutex<Option<Chunk>>>,
+    /// By slice, where its owner updates it, too: what this rank keeps, between two epochs.
+    entries: Vec<Mutex<Option<SliceEntry<Chunk>>>>,
+    /// Likewise: what the program has said last.
+    word: Mutex<Option<Arc<Word>>>,
     /// Each layer's place in the forward pass, once it is said.
     pub(crate) places: Mutex<Option<Arc<[u32]>>>,
     /// By slice, where each contribution is a round of its own: how often the value that came last was changed.
@@ -105,6 +111,8 @@ impl BookProgress {
             in_memory,
             unfinished: (0..recoverable * book.tensors.len()).map(|_| Mutex::default()).collect(),
             kept: (0..recoverable * book.slices.len()).map(|_| Mutex::default()).collect(),
+            entries: (0..recoverable * updated).map(|_| Mutex::default()).collect(),
+            word: Mutex::default(),
             places: Mutex::default(),
             versions: (0..versioned).map(|_| AtomicU32::new(0)).collect(),
             late: Mutex::default(),
@@ -178,7 +186,51 @@ impl OpenBook {
     pub(crate) fn progress(&self, tensor: TensorId) -> impl Iterator<Item = SliceProgress> {
         let submitted = self.tensors[tensor as usize].seq.load(Ordering::Acquire);
         let is_done = |slice: SliceId| self.in_memory[slice as usize].load(Ordering::Acquire);
-        self.book.slices_of(tensor).map(move |slice| SliceProgress { submitted, done: is_done(slice) })
+        let keeps = |slice: SliceId| {
+            let entry = self.entries.get(slice as usize).map(|entry| entry.lock());
+            entry.is_some_and(|entry| entry.as_ref().is_some_and(SliceEntry::is_whole))
+        };
+        let progress = move |slice| SliceProgress { submitted, done: is_done(slice), keeps: keeps(slice) };
+        self.book.slices_of(tensor).map(progress)
+    }
+
+    /// A lane ends: what it kept of a slice.
+    pub(crate) fn put_aside(&self, slice: SliceId, entry: SliceEntry<Chunk>) {
+        if let Some(place) = self.entries.get(slice as usize) {
+            *place.lock() = Some(entry);
+        }
+    }
+
+    /// What was put aside of a lane's slices.
+    pub(crate) fn take_entries(&self, lane: u32) -> Vec<(SliceId, SliceEntry<Chunk>)> {
+        let in_lane = (0..).zip(&self.book.slices).filter(|(_, slice)| slice.lane == lane);
+        let entry = |slice: SliceId| Some((slice, self.entries.get(slice as usize)?.lock().take()?));
+        in_lane.filter_map(|(slice, _)| entry(slice)).collect()
+    }
+
+    /// The program says it for a step: where members may be lost it must stay known.
+    pub(crate) fn note_word(&self, word: &Arc<Word>) {
+        if !self.entries.is_empty() {
+            *self.word.lock() = Some(Arc::clone(word));
+        }
+    }
+
+    /// What the program has said last, and of a lane's slices that this rank keeps those whose results have yet to come of it, and are not
+    /// given by others.
+    pub(crate) fn word_again(
+        &self,
+        lane: u32,
+        given: impl Fn(SliceId) -> bool,
+    ) -> Option<(Arc<Word>, VecDeque<SliceId>)> {
+        let word = self.word.lock().clone()?;
+        let waits = |(slice, at): &(SliceId, &Slice)| {
+            let step = self.tensors[at.tensor as usize].step.load(Ordering::Relaxed);
+            let is_here = self.in_memory[*slice as usize].load(Ordering::Acquire) || given(*slice);
+            step < word.step || step == word.step && !is_here
+        };
+        let kept = (0..).zip(&self.book.slices).filter(|(_, at)| at.lane == lane && at.is_kept_by(self.me()));
+        let slices = kept.filter(waits).map(|(slice, _)| slice).collect();
+        Some((word, slices))
     }
 
     /// A newcomer's slice goes on from where those of the others were: it has the parameters that came of their rounds.

@@ -445,7 +445,7 @@ fn factors_to_an_owner_that_updates_move_what_the_same_cost_function_says() {
                 assert_eq!(complete(&bench, owner), 1, "it has all factors now, and can rebuild");
                 bench.give(owner, LAYER, elems * 4, Gives::Whole(Op::Average));
                 let update = Update { optimizer, factor: 1.0 };
-                for slice in bench.nodes[owner as usize].owned(0) {
+                for slice in bench.nodes[owner as usize].kept(0) {
                     bench
                         .step(owner, Event::Proceed { book: 0, slice, step: 1, update: Some(update) })
                         .unwrap();

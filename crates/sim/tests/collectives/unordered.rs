@@ -88,7 +88,7 @@ fn job(
     zeros.write(|bytes| bytes.fill(0));
     for rank in 0..workers + servers {
         bench.nodes[rank as usize].load(0, 0, (Field::Value, 0), &zeros).unwrap();
-        for slice in bench.nodes[rank as usize].owned(0) {
+        for slice in bench.nodes[rank as usize].kept(0) {
             if book.roles.rules.fold == Fold::Updated {
                 bench.step(rank, Event::Order { book: 0, slice, update: ADD }).unwrap();
             }

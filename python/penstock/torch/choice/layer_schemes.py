@@ -101,7 +101,8 @@ class AgreedSchemes:
         if at_owners is not None:
             asked = {layer: terms.scheme for layer, terms in self.terms.items()}
             whole = owners_need_whole
-            check_kept(slots, optimizers, asked, kind=at_owners, whole_steps=whole_steps, why_whole=whole)
+            asks = {"whole_steps": whole_steps, "elastic": elastic}
+            check_kept(slots, optimizers, asked, kind=at_owners, why_whole=whole, **asks)
 
     def _agree(
         self, given: nn.Module, schemes: Schemes, device: torch.device | None, *, owners_update: bool

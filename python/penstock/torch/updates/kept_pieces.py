@@ -11,17 +11,18 @@ from penstock.optimizers import Described
 if TYPE_CHECKING:
     from penstock._native import Engine
     from penstock.control import Servers
+    from penstock.elastic_calls import ElasticCalls
     from penstock.torch.gradients.device_landing import GradientPiece
     from penstock.torch.gradients.hooks import Gradients
 
 __all__ = ["KeptPieces", "kept_book"]
 
 
-def kept_book(gradients: Gradients, servers: Servers) -> KeptBook:
+def kept_book(gradients: Gradients, servers: Servers, calls: ElasticCalls | None) -> KeptBook:
     """What owners keep of this model, by parameter."""
     where = gradients.engine, servers, gradients.rank, gradients.id
     if gradients.device is None:
-        return KeptBook(*where, others=len(gradients.gathers))
+        return KeptBook(*where, others=len(gradients.gathers), calls=calls)
     return KeptPieces(*where, gradients.pieces)
 
 

@@ -44,6 +44,7 @@ def check_kept(
     kind: type[OwnerUpdates],
     whole_steps: bool,
     why_whole: str | None = None,
+    elastic: bool = False,
 ) -> None:
     """Refuse what owners cannot update, before anything is opened: the same on every rank.
 
@@ -54,6 +55,7 @@ def check_kept(
         kind: Of the updates.
         whole_steps: The option of that name.
         why_whole: Why owners of this job cannot rebuild gradients from factors, if they cannot.
+        elastic: Whether members may be lost: what an owner keeps is at another one, too, if answers have all of it.
 
     Raises:
         ConfigError: Naming what it is.
@@ -71,6 +73,9 @@ def check_kept(
         described(optimizer, group)
     why_whole = kind.why_whole or why_whole
     fits = [way.name for way in WAYS.values() if way.is_whole and way.route == STORE]
+    if elastic:
+        fits = [STORE]
+        why_whole = "in an elastic job another member keeps what an owner keeps, and takes values from answers"
     memory: dict[int, list[tuple[int, int, str]]] = {}
     for slot in slots:
         param, name, layer = slot.param, slot.name, slot.layer.name
@@ -81,6 +86,8 @@ def check_kept(
                 f"needs whole gradients at the owners, by {', '.join(fits)}: {why_whole}; {layer} is given {ADAM}",
                 layer,
             )
+        if elastic and schemes[layer] not in (None, STORE):
+            raise refused(f"needs whole gradients, by {STORE}: {why_whole}; {layer} is given {schemes[layer]}", layer)
         if schemes[layer] not in (None, ADAM, *fits):
             raise refused(
                 f"needs whole gradients at the owners, by {', '.join(fits)}, or factors, by {ADAM}; {layer} is given "
@@ -539,7 +546,7 @@ class OwnerUpdates(PatchedOptimizer):
     @torch.no_grad()
     def _give_all(self, *, values: bool) -> None:
         """What the optimizer has of state goes to the owners, and with it, if wanted, the values."""
-        optimizer = self.optimizer
+        optimizer, found = self.optimizer, []
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self._gradients.slots:
                 state = optimizer.state.get(slot.param, {})
@@ -550,10 +557,17 @@ class OwnerUpdates(PatchedOptimizer):
                     raise self._error(f"has some of the states {', '.join(names)}, and not all", slot)
                 fields = [self._memory(slot, one) for one in states] if updates else []
                 self._begins_with(slot, updates)
-                if values or slot.index in self._lent:
-                    self._give(slot, fields, updates)
-                else:
-                    self._book.keep(slot.index, slot.nbytes, None, fields, updates)
+                found.append((slot, fields, updates))
+
+        def give() -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                for slot, fields, updates in found:
+                    if values or slot.index in self._lent:
+                        self._give(slot, fields, updates)
+                    else:
+                        self._book.keep(slot.index, slot.nbytes, None, fields, updates)
+
+        self._book.give("penstock.distribute" if values else "penstock: optimizer.load_state_dict", give)
         optimizer.state.clear()
 
     def _begins_with(self, slot: Slot, updates: int) -> None:
