@@ -224,7 +224,7 @@ def refusals(rank, size):
         lambda: distributes(schemes={"*": "ring"}),
         lambda: distributes(schemes={"*": "factors"}),
         lambda: distributes(schemes={"*": ps.DGC()}),
-        lambda: distributes(update="servers"),
+        lambda: distributes(update="servers", schemes={"*": "bf16"}),
         lambda: distributes(mode="async"),
         leaves,
         lambda: ps.allreduce(torch.ones(3), algorithm="ring"),

@@ -153,6 +153,9 @@ def _run(hub, function, size, shared):
             groups_reason="none asked for",
             hosts=(),
             membership=None,
+            calls=None,
+            replay=None,
+            log=None,
             metrics=None,
         )
         try:
