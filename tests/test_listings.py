@@ -120,7 +120,7 @@ STEP = "optimizer.zero_grad(); loss_of(model(x), y).backward(); optimizer.step()
 
 
 def test_elastic_jobs(size, tmp_path):
-    start, told, comes, deal, calls = listings("docs/elastic.md", "# Losing workers and going on")
+    start, told, comes, deal, owned, calls = listings("docs/elastic.md", "# Losing workers and going on")
     comes = comes.split("optimizer)\n", 1)[1].replace("...", STEP)  # the model is distributed already
     calls = f"loss, table = torch.tensor(1.0), torch.ones(3)\n{calls}assert loss == 1.0\n"
     schedule = "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)\n"
@@ -129,6 +129,8 @@ def test_elastic_jobs(size, tmp_path):
     sums = "str([param.sum().item() for param in model.parameters()])"
     keep = f"import pathlib\nps.synchronize()\npathlib.Path(f'{{ps.rank()}}.txt').write_text({sums})\n"
     run(size, tmp_path, GIVEN, "import penstock as ps\n", start, told, step, schedule, comes, deal, calls, keep)
+    assert len({file.read_text() for file in tmp_path.glob("[01].txt")}) == 1
+    run(size, tmp_path, GIVEN, "import penstock as ps\n", owned, step * 3, keep)
     assert len({file.read_text() for file in tmp_path.glob("[01].txt")}) == 1
 
 

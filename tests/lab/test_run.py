@@ -152,7 +152,8 @@ def turn(layers, *, step_s=1.0, stalls=None, facts=None):
     stats = {"lead_in": 1, "overrun_s": 0.0, "preemptions": 10}
     stats |= {"stall_forward_s": [forward for forward, _ in by_layer]}
     stats |= {"stall_backward_s": [backward for _, backward in by_layer]}
-    return Turn(step_s=step_s, cpu_s=0.1, sent=[1.0], received=[1.0], stolen_cores=0.0, stats=stats, facts=facts or {})
+    taken = {"step_s": step_s, "seconds": [[step_s]], "cpu_s": 0.1, "sent": [1.0], "received": [1.0]}
+    return Turn(**taken, stolen_cores=0.0, stats=stats, facts=facts or {})
 
 
 def test_stalls_are_by_layer_and_step_of_the_turn_in_the_middle():
@@ -281,7 +282,7 @@ def test_a_turn_says_how_many_cores_the_hypervisor_withheld_meanwhile(monkeypatc
 
         def _answers(self, seconds):
             stats = {"lead_in": 1, "all_steps": [100.0, 103.0]}
-            return [{"stats": stats, "wall": [101.0, 103.0], "cpu_s": 0.2, "facts": {}}]
+            return [{"stats": stats, "wall": [101.0, 103.0], "seconds": [0.9, 1.1], "cpu_s": 0.2, "facts": {}}]
 
     counters = SimpleNamespace(samples=[[(100.0, 0, 0), (103.0, 300, 600)]], wait_past=lambda moment: None)
     monkeypatch.setattr(lab.session, "time", SimpleNamespace(monotonic=iter([99.0, 103.0]).__next__))
@@ -289,6 +290,7 @@ def test_a_turn_says_how_many_cores_the_hypervisor_withheld_meanwhile(monkeypatc
     taken = Answered().turn(2, counters)
     assert taken.stolen_cores == pytest.approx(0.6 / 4)
     assert (taken.step_s, taken.received, taken.sent) == (1.0, [100.0], [200.0])
+    assert taken.seconds == [[0.9, 1.1]]
 
 
 class FakeSession:
@@ -325,7 +327,7 @@ def test_turns_are_interleaved_and_systems_live_on_if_they_are_quiet_and_leave_r
             super().end()
             alive.remove(self.system)
 
-    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: Living(system))
+    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: Living(system.name))
     monkeypatch.setattr(lab.run, "free_bytes", lambda: 1.3 * each * (room_for - len(alive)))
     run._take_turns(None, None, dict.fromkeys(systems, "python"), tmp_path)
     assert [entry for entry in log if entry in systems] == list(systems) * 3
@@ -340,7 +342,7 @@ def test_turns_of_a_system_that_failed_count_as_done(monkeypatch, tmp_path):
             if self.system == "ddp":
                 raise SystemFailed("ddp: it has ended")
 
-    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: Failing([], system))
+    monkeypatch.setattr(lab.run, "Session", lambda cluster, scenario, system, *rest: Failing([], system.name))
     systems, progress = ("alone", "ddp"), Progress()
     run = lab.run.Run(Scenario("s", "s", "cifar10-quick", systems, repetitions=3), progress)
     run._take_turns(None, None, dict.fromkeys(systems, "python"), tmp_path)
