@@ -14,41 +14,13 @@ import numpy as np
 import pytest
 import torch
 from job_processes import PATIENCE_S, die_in, run, run_well
+from known_gradients import SHAPES, Sums, coefficients
 from torch import nn
 
 import penstock as ps
 
 STEPS = 40
-SHAPES = ((70, 1300), (700,), (50, 1000))
 OPTIONS = {"elastic": True, "peer_timeout_s": 4.0, "line_rate_mbit": 1000.0, "slice_bytes": 64 << 10}
-
-
-def coefficients(rank, step):
-    """By parameter its gradient: whole numbers, so that an average shows over whom it is."""
-    generator = np.random.default_rng([rank, step])
-    return [generator.integers(0, 1 << 12, shape).astype(np.float32) for shape in SHAPES]
-
-
-class Sums(nn.Module):
-    """A model whose gradients do not depend on its parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(Part(shape) for shape in SHAPES)
-
-    def forward(self, given):
-        return sum(part(torch.from_numpy(one)) for part, one in zip(self.parts, given, strict=True))
-
-
-class Part(nn.Module):
-    """One parameter."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape))
-
-    def forward(self, given):
-        return (self.weight * given).sum()
 
 
 def digest(model, optimizer):
