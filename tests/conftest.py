@@ -37,6 +37,7 @@ SLOW = (
     "elastic/test_launched.py",
     "elastic/test_losses.py",
     "elastic/test_newcomers.py",
+    "elastic/test_updates_by_owners.py",
     "equality",
     "failure",
     "integrations",
